@@ -1,0 +1,59 @@
+"""The exception tree of the service. A class carries its HTTP status; its docstring is the default title."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+class ServiceError(Exception):
+    """The request cannot be carried out."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+
+
+class SweepNotFound(ServiceError):
+    """There is no such sweep."""
+
+    status = 404
+    code = "sweep_not_found"
+
+
+class TrialNotFound(ServiceError):
+    """There is no such trial in this sweep."""
+
+    status = 404
+    code = "trial_not_found"
+
+
+class NoCheckpointYet(ServiceError):
+    """No trial of this sweep has a checkpoint yet."""
+
+    status = 404
+    code = "no_checkpoint_yet"
+
+
+class IllegalMove(ServiceError):
+    """The sweep's state does not allow this."""
+
+    status = 409
+    code = "illegal_move"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a request: where, as a JSON pointer into the body, and what would be right."""
+
+    pointer: str
+    code: str
+    message: str
+
+
+class InvalidSpec(ServiceError):
+    """The sweep cannot run here as it is asked for."""
+
+    status = 422
+    code = "invalid_spec"
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("; ".join(problem.message for problem in problems))
+        self.problems = problems

@@ -1,0 +1,45 @@
+"""Settings of the service, from `FRATERNAL_*` environment variables and the command line."""
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Where a service keeps its things and how much it runs at once."""
+
+    model_config = SettingsConfigDict(env_prefix="FRATERNAL_", frozen=True, use_attribute_docstrings=True)
+
+    data_dir: Path = Path("fraternal-data")
+    """Database, checkpoints, corpora and driver logs, unless said otherwise below."""
+    database_url: SecretStr | None = None
+    """SQLAlchemy URL; default: SQLite in the data directory."""
+    store_url: str | None = None
+    """fsspec URL of the checkpoint store; default: `checkpoints` in the data directory."""
+    ray_address: str | None = None
+    """A Ray cluster to run trials on; default: a local Ray for each driver."""
+    running_sweeps: int = Field(default=1, ge=1)
+    """Sweeps that run at once; the others wait in the order in which they came."""
+    host: str = "127.0.0.1"
+    port: int = Field(default=8123, ge=0, le=65_535)
+
+    @model_validator(mode="after")
+    def _loopback_only(self) -> Self:
+        if self.host not in {"127.0.0.1", "::1", "localhost"}:
+            raise ValueError(
+                f"host {self.host!r} is not loopback: this version has no sign-in, so it listens on 127.0.0.1 only; "
+                "reach it from elsewhere through an SSH tunnel"
+            )
+        return self
+
+    @property
+    def resolved_database_url(self) -> str:
+        if self.database_url is not None:
+            return self.database_url.get_secret_value()
+        return f"sqlite:///{self.data_dir.resolve() / 'fraternal.db'}"
+
+    @property
+    def resolved_store_url(self) -> str:
+        return self.store_url or (self.data_dir.resolve() / "checkpoints").as_uri()
