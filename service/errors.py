@@ -57,3 +57,7 @@ class InvalidSpec(ServiceError):
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
         self.problems = problems
+
+
+class CommandFailed(Exception):
+    """A command of the command line cannot go on; the message is for people."""

@@ -62,6 +62,8 @@ class TrialView(View):
     """Sampled values."""
     epochs_done: int
     best_epoch: int | None
+    best_valid_loss: float | None
+    """Nats per token."""
     best_valid_perplexity: float | None
     valid_perplexity: float | None
     """Of the latest epoch."""
@@ -123,3 +125,9 @@ class SweepList(View):
 
 class TrialList(View):
     trials: list[TrialView]
+
+
+class Health(View):
+    status: Literal["alive", "ready", "not ready"]
+    not_ready: list[str] = []
+    """What is missing."""

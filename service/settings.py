@@ -22,6 +22,8 @@ class Settings(BaseSettings):
     """A Ray cluster to run trials on; default: a local Ray for each driver."""
     running_sweeps: int = Field(default=1, ge=1)
     """Sweeps that run at once; the others wait in the order in which they came."""
+    stop_drivers: bool = False
+    """Whether the service, when it stops, also stops the drivers that it started; by default they go on."""
     host: str = "127.0.0.1"
     port: int = Field(default=8123, ge=0, le=65_535)
 

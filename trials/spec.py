@@ -16,13 +16,14 @@ from pydantic_core import PydanticCustomError
 
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
-from trials.corpora import CorpusSource
+from trials.corpora import CorpusSpec
 from trials.presets import PRESETS
 
 CLOSED = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-Scalar = bool | int | FiniteFloat | str
+Text = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Scalar = bool | int | FiniteFloat | Text
 
 
 class Wire(BaseModel):
@@ -190,10 +191,10 @@ class SweepSpec(Wire):
 
     preset: str | None = None
     """Take every field that is not given from this preset."""
-    name: Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f\ud800-\udfff]*$")] = ""
+    name: Text = ""
     """For people; need not be unique."""
-    labels: Annotated[dict[Name, Annotated[str, Field(max_length=200)]], Field(max_length=64)] = {}
-    corpus: CorpusSource
+    labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
+    corpus: CorpusSpec
     model: AWDLSTMConfig = AWDLSTMConfig()
     training: TrainingConfig = TrainingConfig()
     regularization: Regularization = Regularization()

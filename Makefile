@@ -1,0 +1,47 @@
+# Two commands matter: `make sweep` shows the whole service at work, `make test` checks it. Both set themselves up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help sweep serve test test-fast lint browser bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+sweep: $(VENV)/.installed ## a whole sweep on real text: service, trials, result table, best checkpoint; about 5 minutes
+	@exec $(BIN)/fraternal quickstart
+
+serve: $(VENV)/.installed ## the service on http://127.0.0.1:8123, data in ./fraternal-data
+	@exec $(BIN)/fraternal serve
+
+test: lint ## every check and every test; under 15 minutes on 2 cores
+	$(BIN)/python -m pytest
+
+test-fast: lint ## without the tests that start Ray, a browser or longer training; under 2 minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean: ## remove the environment; data stays
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# torch first and exact: pip resolves it to the build that the machine has.
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing (about two minutes the first time)"
+	@$(PIP) torch==2.13.0
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
+	@echo "installing what the tests need"
+	@$(PIP) --editable '.[dev]'
+	@touch $@

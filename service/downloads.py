@@ -1,0 +1,105 @@
+"""One file over HTTP: strong ETag, digest, single byte ranges, conditional requests (RFC 9110, RFC 9530)."""
+
+import base64
+import re
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO
+
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from service.problems import plain_problem, problem_response
+from service.sweeps import OpenCheckpoint
+
+CHUNK_BYTES = 256 * 1024
+
+
+class _FileStream(StreamingResponse):
+    """Streams from a file and closes it, also when the client goes away."""
+
+    def __init__(self, file: BinaryIO, length: int, status: int, headers: Mapping[str, str]) -> None:
+        super().__init__(_chunks(file, length), status, headers)
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._file.close()
+
+
+def download(checkpoint: OpenCheckpoint, method: str, asked: Mapping[str, str], instance: str) -> Response:
+    """Answer a GET or HEAD whose request headers are `asked`. In the end the checkpoint's file is closed."""
+    headers = _headers_of(checkpoint)
+    etag = headers["etag"]
+    if _lists(asked.get("if-none-match", ""), etag):
+        checkpoint.file.close()
+        return Response(status_code=304, headers={"etag": etag})
+    if method == "HEAD":
+        checkpoint.file.close()
+        return Response(headers=headers)
+    try:
+        part = _part_asked_for(asked, etag, checkpoint.size)
+    except _Unsatisfiable:
+        checkpoint.file.close()
+        detail = f"range {asked['range']!r} is outside the file, which has {checkpoint.size} bytes"
+        document = plain_problem(416, detail, instance)
+        return problem_response(document, {"content-range": f"bytes */{checkpoint.size}"})
+    if part is None:
+        return _FileStream(checkpoint.file, checkpoint.size, 200, headers)
+    checkpoint.file.seek(part.start)
+    content_range = f"bytes {part.start}-{part.stop - 1}/{checkpoint.size}"
+    partial = {**headers, "content-length": str(len(part)), "content-range": content_range}
+    return _FileStream(checkpoint.file, len(part), 206, partial)
+
+
+class _Unsatisfiable(Exception):
+    """The range holds no byte of the file."""
+
+
+def _headers_of(checkpoint: OpenCheckpoint) -> dict[str, str]:
+    digest = base64.b64encode(bytes.fromhex(checkpoint.sha256)).decode()
+    return {
+        "etag": f'"{checkpoint.sha256}"',
+        "repr-digest": f"sha-256=:{digest}:",
+        "accept-ranges": "bytes",
+        "content-type": "application/x-tar",
+        "content-length": str(checkpoint.size),
+        "content-disposition": f'attachment; filename="{checkpoint.filename}"',
+        "cache-control": "no-cache",  # the best changes while a sweep runs: ask again, with the ETag
+    }
+
+
+def _lists(header: str, etag: str) -> bool:
+    """Whether an If-None-Match names this entity; the comparison is the weak one."""
+    return header.strip() == "*" or etag in {tag.strip().removeprefix("W/") for tag in header.split(",")}
+
+
+def _part_asked_for(asked: Mapping[str, str], etag: str, size: int) -> range | None:
+    """The bytes to send, None for all: no range, one for another version, or a form that we do not serve.
+
+    Raises _Unsatisfiable.
+    """
+    single = re.fullmatch(
+        r"\s*bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})\s*", asked.get("range", ""), re.IGNORECASE | re.ASCII
+    )
+    if single is None or single.groups() == ("", "") or asked.get("if-range", etag).strip() != etag:
+        return None
+    first, last = single.groups()
+    if first and last and int(last) < int(first):
+        return None  # RFC 9110, 14.1.1: invalid, hence ignored
+    start = int(first) if first else max(0, size - int(last))
+    stop = min(size, int(last) + 1) if first and last else size
+    if start >= stop:
+        raise _Unsatisfiable
+    return range(start, stop)
+
+
+def _chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
+    while length > 0:
+        chunk = file.read(min(CHUNK_BYTES, length))
+        if not chunk:
+            raise OSError(f"the checkpoint ended {length} bytes early")
+        length -= len(chunk)
+        yield chunk

@@ -1,0 +1,41 @@
+"""`python -m service.drive SWEEP GENERATION SCRATCH`: a driver's process. Joins the records to trials.driver."""
+
+import sys
+from pathlib import Path
+
+from optuna.storages import get_storage
+
+from service.records import Records, SweepJournal, open_engine
+from service.settings import Settings
+from service.studies import open_storage
+from trials.driver import EXIT_FENCED, drive
+from trials.ledger import Fenced, StudyLedger
+from trials.store import CheckpointStore
+
+
+def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> int:
+    records = Records(open_engine(settings.resolved_database_url))
+    spec = records.get_sweep(sweep_id).spec
+    journal = SweepJournal(records, sweep_id, generation)
+    try:
+        journal.beat()
+        storage = get_storage(open_storage(settings.resolved_database_url))
+        ledger = StudyLedger(spec, sweep_id, storage, journal, CheckpointStore(settings.resolved_store_url))
+        drive(
+            ledger,
+            journal,
+            spec.resources,
+            store_url=settings.resolved_store_url,
+            data_dir=settings.data_dir,
+            scratch=scratch,
+            ray_address=settings.ray_address,
+        )
+        state, reason = ledger.outcome()
+        records.finish(sweep_id, generation, state, reason)
+    except Fenced:
+        return EXIT_FENCED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Settings()))

@@ -1,0 +1,157 @@
+"""What starts, watches and ends a sweep's driver. A Launcher knows processes, not sweeps' states."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from service.settings import Settings
+
+DRIVER_ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every listener of a local Ray on 127.0.0.1
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the study remembers, not Tune's folder
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "OMP_NUM_THREADS": "1",  # two OpenMP threads that meet on a core cost up to ten times
+    # glibc gives logits-sized buffers back to the kernel after every step and faults them in again: half the time
+    # of a small model on CPU.
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "MALLOC_TOP_PAD_": str(2**26),
+    "PYTHONUNBUFFERED": "1",
+    "TZ": "UTC",  # Optuna stamps trials with naive local time
+}
+MARK = "FRATERNAL_DRIVER_OF"
+"""Environment variable that marks a driver and all that it starts with the sweep's id."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the machine, or the cluster, has for trials."""
+
+    cpus: float
+    gpus: float
+
+
+class Launcher(Protocol):
+    def capacity(self) -> Capacity: ...
+
+    def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
+        """Start a driver; returns what finds it again, as JSON, also for another process."""
+
+    def is_alive(self, driver: dict[str, Any]) -> bool: ...
+
+    def end(self, sweep_id: str) -> None:
+        """Make sure that nothing of any driver of this sweep is left: no process, no folder. Idempotent."""
+
+    def log_tail(self, sweep_id: str) -> str:
+        """The driver's last words, for people."""
+
+
+class LocalLauncher:
+    """A driver is a process in a session of its own on this machine.
+
+    What it starts, Ray's processes and their workers, inherits the mark in its environment, and is found by it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+
+    def capacity(self) -> Capacity:
+        return Capacity(cpus=len(os.sched_getaffinity(0)), gpus=len(_visible_gpus()))
+
+    def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
+        scratch = _scratch(sweep_id)
+        scratch.mkdir(mode=0o700)
+        log = self._log(sweep_id)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "service.drive", sweep_id, str(generation), str(scratch)],
+                env=self._environment(sweep_id),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._children[child.pid] = child
+        return {"pid": child.pid, "started": psutil.Process(child.pid).create_time()}
+
+    def _environment(self, sweep_id: str) -> dict[str, str]:
+        """Settings travel in the environment: a command line would show the database's password to everyone."""
+        settings = {
+            "FRATERNAL_DATA_DIR": str(self._settings.data_dir.resolve()),
+            "FRATERNAL_DATABASE_URL": self._settings.resolved_database_url,
+            "FRATERNAL_STORE_URL": self._settings.resolved_store_url,
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray would leave one in the user's home
+        }
+        if self._settings.ray_address is not None:
+            settings["FRATERNAL_RAY_ADDRESS"] = self._settings.ray_address
+        return {**os.environ, **DRIVER_ENVIRONMENT, **settings, MARK: sweep_id}
+
+    def is_alive(self, driver: dict[str, Any]) -> bool:
+        child = self._children.get(driver["pid"])
+        if child is not None:
+            return child.poll() is None
+        try:
+            process = psutil.Process(driver["pid"])
+            same = abs(process.create_time() - driver["started"]) < 1.0
+            return same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def end(self, sweep_id: str) -> None:
+        while left := _marked_processes(sweep_id):  # again: a dying process may still have started another
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=2)
+        for child in self._children.values():
+            child.poll()  # no zombies
+        shutil.rmtree(_scratch(sweep_id), ignore_errors=True)
+
+    def log_tail(self, sweep_id: str) -> str:
+        try:
+            return self._log(sweep_id).read_text(errors="replace")[-2000:]
+        except FileNotFoundError:
+            return ""
+
+    def _log(self, sweep_id: str) -> Path:
+        return self._settings.data_dir.resolve() / "drivers" / f"{sweep_id}.log"
+
+
+def _scratch(sweep_id: str) -> Path:
+    """Ray's folder. Short, since Ray keeps sockets in it; named by the sweep, so that no crash makes it unfindable."""
+    return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
+
+
+def _marked_processes(sweep_id: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == sweep_id and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # gone, or somebody else's
+            continue
+    return found
+
+
+def _visible_gpus() -> list[str]:
+    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves; read from the driver's files, since torch is not loaded here."""
+    try:
+        present = sorted(os.listdir("/proc/driver/nvidia/gpus"))
+    except FileNotFoundError:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return present if visible is None else present[: len([part for part in visible.split(",") if part.strip()])]

@@ -1,0 +1,182 @@
+"""How far something is: one live line on a terminal, now and then a plain one elsewhere."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from service.client import FraternalClient, ServiceUnreachable
+from service.schemas import TERMINAL_STATES, SweepView
+
+SECONDS_BETWEEN_LINES = 5.0
+UNREACHABLE_S = 60.0
+"""How long a watcher waits for a service that is gone, say because it is being restarted."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One look at a sweep or a training run."""
+
+    title: str
+    done: int
+    total: int
+    unit: str
+    """What is counted: trials or epochs."""
+    facts: tuple[str, ...]
+    elapsed_s: float
+    time_left_s: float | None
+    """None where nothing is known yet."""
+
+    def line(self) -> str:
+        times = f"{duration(self.elapsed_s)} elapsed, {_time_left(self)}"
+        return " · ".join([self.title, f"{self.done}/{self.total} {self.unit}", *self.facts, times])
+
+
+class Epoch(Protocol):
+    """What the display needs of a trained epoch."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def train_loss(self) -> float: ...
+    @property
+    def valid_perplexity(self) -> float: ...
+
+
+def of_sweep(sweep: SweepView, now: datetime | None = None) -> Snapshot:
+    counts, best = sweep.trials, sweep.best
+    facts = [
+        f"{counts.running} running",
+        f"{counts.complete} complete",
+        f"{counts.pruned} pruned",
+        f"{counts.failed} failed",
+        f"{sweep.epochs_done} epochs",
+    ]
+    if best is not None:
+        facts.append(f"best {perplexity(best.best_valid_perplexity)} (trial {best.number}, {best.arm})")
+    until = sweep.finished_at or now or datetime.now(UTC)
+    return Snapshot(
+        title=f"{sweep.name or sweep.id} {sweep.state}",
+        done=counts.done,
+        total=counts.budget,
+        unit="trials",
+        facts=tuple(facts),
+        elapsed_s=(until - (sweep.started_at or sweep.created_at)).total_seconds(),
+        time_left_s=0.0 if sweep.state in TERMINAL_STATES else sweep.time_left_s,
+    )
+
+
+def of_training(epochs: Sequence[Epoch], total: int, elapsed_s: float) -> Snapshot:
+    facts: tuple[str, ...] = ()
+    if epochs:
+        last, best = epochs[-1], min(epochs, key=lambda epoch: epoch.valid_perplexity)
+        facts = (
+            f"train {perplexity(math.exp(min(last.train_loss, 700)))}",
+            f"valid {perplexity(last.valid_perplexity)}",
+            f"best {perplexity(best.valid_perplexity)} (epoch {best.epoch})",
+        )
+    left = elapsed_s / len(epochs) * (total - len(epochs)) if epochs else None
+    return Snapshot("training", len(epochs), total, "epochs", facts, elapsed_s, left)
+
+
+class ProgressDisplay:
+    """Shows snapshots. On a pipe: a line for a change, at most one in five seconds, and the last."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._shown: Snapshot | None = None
+        self._shown_at = -math.inf
+        self._latest: Snapshot | None = None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._latest is not None and _changed(self._shown, self._latest):
+            self._print(self._latest)
+
+    def show(self, snapshot: Snapshot) -> None:
+        self._latest = snapshot
+        if self._live is not None:
+            self._live.update(_bar(snapshot), refresh=True)
+        elif _changed(self._shown, snapshot) and self._clock() - self._shown_at >= SECONDS_BETWEEN_LINES:
+            self._print(snapshot)
+
+    def _print(self, snapshot: Snapshot) -> None:
+        self._console.print(snapshot.line(), soft_wrap=True, markup=False, highlight=False)
+        self._shown, self._shown_at = snapshot, self._clock()
+
+
+def follow(
+    client: FraternalClient, sweep_id: str, console: Console, pause: Callable[[float], Any] = time.sleep
+) -> SweepView:
+    """Show a sweep's progress until it ends; returns how it ended.
+
+    A service that goes away is waited for. Raises ServiceUnreachable if it does not return, or never was.
+    """
+    answered_at = -math.inf
+    with ProgressDisplay(console) as display:
+        while True:
+            try:
+                sweep = client.get(sweep_id)
+                answered_at = time.monotonic()
+                display.show(of_sweep(sweep))
+                if sweep.state in TERMINAL_STATES:
+                    return sweep
+            except ServiceUnreachable:
+                if time.monotonic() - answered_at > UNREACHABLE_S:
+                    raise
+            pause(1.0)
+
+
+def _changed(before: Snapshot | None, after: Snapshot) -> bool:
+    """Whether more than the time has moved on."""
+    return before is None or (before.title, before.done, before.facts) != (
+        after.title,
+        after.done,
+        after.facts,
+    )
+
+
+def _bar(snapshot: Snapshot) -> Group:
+    head = Table.grid(padding=(0, 1))
+    head.add_row(
+        Text(snapshot.title, style="bold"),
+        ProgressBar(total=max(1, snapshot.total), completed=snapshot.done, width=24),
+        f"{snapshot.done}/{snapshot.total} {snapshot.unit}",
+        f"{duration(snapshot.elapsed_s)} elapsed, {_time_left(snapshot)}",
+    )
+    return Group(head, Text(" · ".join(snapshot.facts), overflow="ellipsis", no_wrap=True))
+
+
+def perplexity(value: float | None) -> str:
+    """Two decimals; `inf` where there is no number for it."""
+    return "inf" if value is None or not math.isfinite(value) else f"{value:.2f}"
+
+
+def duration(seconds: float) -> str:
+    """1:05 or 2:01:05."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _time_left(snapshot: Snapshot) -> str:
+    return "time left unknown" if snapshot.time_left_s is None else f"{duration(snapshot.time_left_s)} left"

@@ -1,0 +1,135 @@
+"""The API, one short function a verb: parse, ask the controller, answer."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, HTTPException, Path, Request, Response
+from fastapi.responses import RedirectResponse
+
+from service.downloads import download
+from service.problems import ProblemDocument
+from service.schemas import Health, SweepDetail, SweepList, SweepView, TrialDetail, TrialList, TrialView
+from service.sweeps import SweepController
+from trials.spec import SweepSpec
+
+SweepId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Identity of a sweep.")]
+TrialNumber = Annotated[int, Path(ge=0, lt=2**31, description="0-based number within the sweep.")]
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def _problems(descriptions: Mapping[int, str]) -> Responses:
+    return {status: {"model": ProblemDocument, "description": text} for status, text in descriptions.items()}
+
+
+NO_SUCH = _problems({404: "There is no such sweep, or nothing of that name in it."})
+BAD_SPEC = _problems(
+    {
+        400: "The body is not JSON.",
+        413: "The body is too large.",
+        415: "The body is not sent as application/json.",
+        422: "The sweep cannot run as it is asked for; each error points into the body.",
+    }
+)
+TOO_LATE = _problems({409: "The sweep has ended already."})
+FILE: Responses = {
+    200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}},
+    206: {"description": "The range of bytes that was asked for."},
+    304: {"description": "The checkpoint is still the one whose ETag was sent."},
+    **_problems({416: "The range lies outside the file."}),
+}
+
+
+def _controller(request: Request) -> SweepController:
+    controller: SweepController = request.app.state.controller
+    return controller
+
+
+def _require_json(request: Request) -> None:
+    sent = request.headers.get("content-type", "")
+    if sent.partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, f"send the spec as application/json, not {sent or 'without a content type'}")
+
+
+Controller = Annotated[SweepController, Depends(_controller)]
+
+router = APIRouter()
+sweeps = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
+health = APIRouter(tags=["health"])
+
+
+@sweeps.post("", status_code=201, responses=BAD_SPEC, dependencies=[Depends(_require_json)])
+def create_sweep(spec: SweepSpec, controller: Controller, response: Response) -> SweepDetail:
+    """Ask for a sweep. It is queued, and runs when its turn comes."""
+    sweep = controller.create(spec)
+    response.headers["location"] = f"/v1/sweeps/{sweep.id}"
+    return sweep
+
+
+@sweeps.get("")
+def list_sweeps(controller: Controller) -> SweepList:
+    """All sweeps, the newest first."""
+    return SweepList(sweeps=controller.list_sweeps())
+
+
+@sweeps.post("/{sweep_id}:cancel", status_code=202, responses={**NO_SUCH, **TOO_LATE})
+def cancel_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
+    """End a sweep now. What its trials have reached is kept."""
+    return controller.cancel(sweep_id)
+
+
+@sweeps.get("/{sweep_id}", responses=NO_SUCH)
+def get_sweep(sweep_id: SweepId, controller: Controller) -> SweepDetail:
+    """A sweep: its state, its progress and the spec that it runs."""
+    return controller.get(sweep_id)
+
+
+@sweeps.get("/{sweep_id}/trials", responses=NO_SUCH)
+def list_trials(sweep_id: SweepId, controller: Controller) -> TrialList:
+    """The sweep's trials so far, by number."""
+    return TrialList(trials=controller.trials(sweep_id))
+
+
+@sweeps.get("/{sweep_id}/trials/{number}", responses=NO_SUCH)
+def get_trial(sweep_id: SweepId, number: TrialNumber, controller: Controller) -> TrialDetail:
+    """A trial with its whole configuration and its curve, an entry an epoch."""
+    return controller.trial(sweep_id, number)
+
+
+@sweeps.get("/{sweep_id}/best", responses=NO_SUCH)
+def get_best(sweep_id: SweepId, controller: Controller) -> TrialView:
+    """The trial with the lowest validation perplexity so far that has a checkpoint."""
+    return controller.best(sweep_id)
+
+
+@sweeps.get("/{sweep_id}/best/checkpoint", responses={**NO_SUCH, **FILE}, response_class=Response)
+@sweeps.head("/{sweep_id}/best/checkpoint", include_in_schema=False)
+def get_best_checkpoint(sweep_id: SweepId, controller: Controller, request: Request) -> Response:
+    """The best trial's weights, configuration, vocabulary and metrics as a tar; also while the sweep runs."""
+    return download(controller.best_checkpoint(sweep_id), request.method, request.headers, request.url.path)
+
+
+@health.get("/healthz")
+def healthz() -> Health:
+    """The process answers."""
+    return Health(status="alive")
+
+
+@health.get(
+    "/readyz",
+    responses={503: {"model": Health, "description": "Something that the service needs is missing."}},
+)
+def readyz(controller: Controller, response: Response) -> Health:
+    """The service can take and run sweeps."""
+    not_ready = controller.check_ready()
+    response.status_code = 503 if not_ready else 200
+    return Health(status="not ready" if not_ready else "ready", not_ready=not_ready)
+
+
+@health.get("/", include_in_schema=False)
+def home() -> RedirectResponse:
+    return RedirectResponse("/dashboard")
+
+
+router.include_router(sweeps)
+router.include_router(health)

@@ -1,0 +1,127 @@
+"""`fraternal serve`: uvicorn in this process, and an orderly end."""
+
+import fcntl
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from pydantic import ValidationError
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from service.app import create_app
+from service.errors import CommandFailed
+from service.launcher import LocalLauncher
+from service.settings import Settings
+
+INTERRUPTED = 130
+
+SECONDS_FOR_OPEN_REQUESTS = 5
+
+
+class _PatientServer(uvicorn.Server):
+    """However often it is told to stop, it stops once and completely: drivers may have to be ended."""
+
+    told_by: int | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.told_by = sig
+        self.should_exit = True
+
+
+def serve_until_stopped(**given: Any) -> None:
+    """Serve until SIGINT (exit code 130), SIGTERM or SIGHUP (0). Raises CommandFailed if it cannot start."""
+    settings = _settings(**given)
+    with _sole_user_of(settings.data_dir), _listening(settings) as listener:
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        try:
+            application = create_app(settings, LocalLauncher(settings))
+        except SQLAlchemyError as error:
+            raise CommandFailed(f"the database cannot be used: {str(error).splitlines()[0]}") from error
+        server = _PatientServer(
+            uvicorn.Config(
+                application,
+                log_level="warning",
+                timeout_graceful_shutdown=SECONDS_FOR_OPEN_REQUESTS,
+                server_header=False,
+            )
+        )
+        signal.signal(signal.SIGHUP, server.handle_exit)
+        listener.listen()
+        _announce(settings, listener)
+        server.run(sockets=[listener])
+    print(
+        "stopped, and the drivers too" if settings.stop_drivers else "stopped; running sweeps' drivers go on",
+        flush=True,
+    )
+    if server.told_by == signal.SIGINT:
+        raise SystemExit(INTERRUPTED)
+
+
+def _settings(database_url: str | None, **given: Any) -> Settings:
+    if database_url is not None:
+        try:
+            parsed = make_url(database_url)
+        except ArgumentError as error:
+            raise CommandFailed(
+                f"{database_url!r} is no database URL; one is sqlite:////srv/fraternal.db"
+            ) from error
+        if parsed.password is not None:
+            raise CommandFailed(
+                "a password on the command line can be seen by everybody on the machine; "
+                "put the URL into FRATERNAL_DATABASE_URL"
+            )
+        given["database_url"] = database_url
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "settings"
+        raise CommandFailed(f"{where}: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+@contextmanager
+def _sole_user_of(data_dir: Path) -> Iterator[None]:
+    """Hold the data directory. Raises CommandFailed if another service does: both would drive its sweeps."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with (data_dir / "service.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise CommandFailed(
+                f"{data_dir} is in use by the service with process id {lock.read().strip()}; "
+                "use that one, stop it, or name another --data-dir"
+            ) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+@contextmanager
+def _listening(settings: Settings) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+        except OSError as error:
+            raise CommandFailed(
+                f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; choose another with --port"
+            ) from error
+        yield listener
+
+
+def _announce(settings: Settings, listener: socket.socket) -> None:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    for name, path in (("API", "/v1/sweeps"), ("docs", "/docs"), ("dashboard", "/dashboard")):
+        print(f"{name:<11}{url}{path}", flush=True)

@@ -1,0 +1,251 @@
+"""The laws of the model. T=5, B=3, V=11: a different size on every axis, so that a transposition fails."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from models.awd_lstm import AWDLSTM, Masks, Pass
+from models.config import AWDLSTMConfig
+
+T, B, V = 5, 3, 11
+RATES = ("embed_p", "input_p", "hidden_p", "output_p", "weight_p")
+SMALL = AWDLSTMConfig(embedding_size=7, hidden_size=6, layers=2)
+KEPT = replace(SMALL, **dict.fromkeys(RATES, 0.0))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def build(config: AWDLSTMConfig = SMALL) -> AWDLSTM:
+    return AWDLSTM(config, V, seeded(1)).double()
+
+
+def window(length: int = T) -> Tensor:
+    return torch.randint(V, (length, B), generator=seeded(2))
+
+
+def run(model: AWDLSTM, masks: Masks | None, tokens_TB: Tensor | None = None) -> Pass:
+    result: Pass = model(window() if tokens_TB is None else tokens_TB, model.zero_state(B), masks)
+    return result
+
+
+def every_mask(masks: Masks) -> list[Tensor]:
+    each = (masks.embed_V, masks.input_TBE, *masks.hidden_1BH, masks.output_TBH, *masks.weights_4HH)
+    return [mask for mask in each if mask is not None]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary_size", "config", "count"),
+    [
+        (10_000, AWDLSTMConfig(), 24_221_600),
+        (33_278, AWDLSTMConfig(), 33_556_078),
+        (10_000, AWDLSTMConfig(embedding_size=655, layers=1), 9_997_440),
+        (10_000, AWDLSTMConfig(embedding_size=64, layers=1), 683_280),
+    ],
+)
+def test_number_of_parameters_is_the_papers(vocabulary_size: int, config: AWDLSTMConfig, count: int) -> None:
+    model = AWDLSTM(config, vocabulary_size, seeded(1))
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+SHAPES = [
+    AWDLSTMConfig(embedding_size=7, hidden_size=hidden_size, layers=layers, tied=tied)
+    for tied, hidden_size, layers in itertools.product((True, False), (7, 6), (1, 2, 3))
+]
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=lambda c: f"tied={c.tied}-H={c.hidden_size}-layers={c.layers}")
+def test_every_parameter_of_every_shape_gets_a_gradient(config: AWDLSTMConfig) -> None:
+    model = build(config)
+    result = run(model, model.draw_masks(B, T, seeded(3)))
+    assert result.logits_TBV.shape == (T, B, V)
+    assert result.raw_TBH.shape == (T, B, 7 if config.tied else config.hidden_size)
+    torch.autograd.backward(F.cross_entropy(result.logits_TBV.flatten(0, 1), window().flatten()))
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_state_dict_holds_each_parameter_once_and_loads_again(tied: bool) -> None:
+    model, other = build(replace(SMALL, tied=tied)), AWDLSTM(replace(SMALL, tied=tied), V, seeded(9)).double()
+    weights = model.state_dict()
+    assert list(weights) == [name for name, _ in model.named_parameters()]
+    assert len({tensor.data_ptr() for tensor in weights.values()}) == len(weights)
+    other.load_state_dict(weights)
+    assert torch.equal(run(model, None).logits_TBV, run(other, None).logits_TBV)
+
+
+def test_initial_weights_are_uniform_in_their_bounds() -> None:
+    model = AWDLSTM(AWDLSTMConfig(embedding_size=50, hidden_size=40, layers=2, tied=False), 101, seeded(1))
+    assert model.decoder is not None
+    bounds = {"embedding": 0.1, "decoder": 0.1, "decoder_bias": 0.0}
+    for name, parameter in model.named_parameters():
+        bound = bounds.get(name, 1 / math.sqrt(40))
+        assert parameter.abs().max().item() <= bound
+        assert parameter.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.1)
+
+
+def test_without_masks_it_is_a_plain_lstm() -> None:
+    model = build()
+    hidden = F.embedding(window(), model.embedding)
+    for lstm, (inputs, outputs) in zip(model.lstms, model.config.layer_sizes, strict=True):
+        plain = nn.LSTM(inputs, outputs).double()
+        plain.load_state_dict(lstm.state_dict())
+        hidden, _ = plain(hidden)
+    expected = hidden @ model.embedding.T + model.decoder_bias
+    first, again = run(model, None), run(model, None)
+    assert torch.equal(first.logits_TBV, again.logits_TBV)
+    torch.testing.assert_close(first.logits_TBV, expected, rtol=0, atol=1e-12)
+
+
+def test_train_and_eval_mode_change_nothing() -> None:
+    model = build()
+    masks = model.draw_masks(B, T, seeded(3))
+    for given in (masks, None):
+        training, evaluating = run(model.train(), given), run(model.eval(), given)
+        assert torch.equal(training.logits_TBV, evaluating.logits_TBV)
+
+
+def test_parameters_stay_the_same_ones_over_training_and_evaluation() -> None:
+    model = build()
+    before = dict(model.named_parameters())
+    for masks in (model.draw_masks(B, T, seeded(3)), None, model.draw_masks(B, T, seeded(4))):
+        torch.autograd.backward(run(model, masks).logits_TBV.square().mean())
+        run(model.eval(), None)
+        model.train()
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+
+
+def test_dropped_weights_act_from_the_second_step_on() -> None:
+    model = build(replace(KEPT, weight_p=0.5))
+    one, other = (run(model, model.draw_masks(B, T, seeded(seed))).logits_TBV for seed in (3, 4))
+    assert torch.equal(one[0], other[0])
+    for step in range(1, T):
+        assert not torch.allclose(one[step], other[step])
+
+
+def test_raw_weights_get_gradient_exactly_where_they_are_kept() -> None:
+    model = build(replace(KEPT, embedding_size=40, hidden_size=30, weight_p=0.7))
+    masks = model.draw_masks(B, T, seeded(3))
+    torch.autograd.backward(run(model, masks).logits_TBV.square().mean())
+    for lstm, mask in zip(model.lstms, masks.weights_4HH, strict=True):
+        gradient = lstm.get_parameter("weight_hh_l0").grad
+        assert gradient is not None
+        assert mask is not None
+        assert torch.equal(gradient != 0, mask != 0)
+        assert (gradient != 0).double().mean().item() == pytest.approx(0.3, abs=0.03)
+
+
+def test_locked_masks_are_constant_over_time_and_differ_between_sequences() -> None:
+    masks = build().draw_masks(2, 5, seeded(3))
+    for mask in (masks.input_TBE, *masks.hidden_1BH, masks.output_TBH):
+        assert mask is not None
+        dropped = torch.ones(5, 2, mask.shape[-1], dtype=torch.float64) * mask
+        assert torch.equal(dropped[0], dropped[4])
+        assert not torch.equal(dropped[:, 0], dropped[:, 1])
+
+
+def test_unlocked_input_and_output_masks_change_over_time() -> None:
+    masks = build(replace(SMALL, locked=False)).draw_masks(B, T, seeded(3))
+    for mask in (masks.input_TBE, masks.output_TBH):
+        assert mask is not None
+        assert mask.shape[:2] == (T, B)
+        assert not torch.equal(mask[0], mask[4])
+        assert not torch.equal(mask[:, 0], mask[:, 1])
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_each_rate_drops_its_own_share_and_scales_the_survivors(rate: str) -> None:
+    config = replace(KEPT, embedding_size=80, hidden_size=70, **{rate: 0.2})
+    masks = every_mask(AWDLSTM(config, 4000, seeded(1)).draw_masks(50, T, seeded(3)))
+    assert len(masks) == (2 if rate == "weight_p" else 1)
+    for mask in masks:
+        assert set(mask.unique().tolist()) == {0, pytest.approx(1 / 0.8)}
+        assert (mask == 0).double().mean().item() == pytest.approx(0.2, abs=0.03)
+
+
+def test_embedding_mask_drops_whole_word_types_on_the_input_only() -> None:
+    """With the mask in place, dropping word 4 equals reading a table whose row 4 is zero, and predicting with the whole one."""
+    model = build(replace(KEPT, tied=False))
+    tokens_TB = torch.tensor([[4, 1, 2], [3, 4, 4], [4, 0, 4]])
+    keep_V = torch.ones(V, dtype=torch.float64)
+    keep_V[4] = 0
+    masks = replace(model.draw_masks(B, 3, seeded(3)), embed_V=keep_V)
+    dropped = run(model, masks, tokens_TB).logits_TBV
+    with torch.no_grad():
+        model.embedding[4] = 0
+    assert torch.equal(dropped, run(model, None, tokens_TB).logits_TBV)
+
+
+def test_embedding_mask_does_not_touch_a_tied_decoder() -> None:
+    model = build(KEPT)
+    masks = replace(model.draw_masks(B, T, seeded(3)), embed_V=torch.zeros(V, dtype=torch.float64))
+    result = run(model, masks)
+    torch.testing.assert_close(result.logits_TBV, result.dropped_TBH @ model.embedding.T)
+
+
+def test_masks_are_a_function_of_the_generators_seed() -> None:
+    model = build()
+    first, again, other = (every_mask(model.draw_masks(B, T, seeded(seed))) for seed in (3, 3, 4))
+    assert len(first) == 6
+    for mask, same, different in zip(first, again, other, strict=True):
+        assert torch.equal(mask, same)
+        assert not torch.equal(mask, different)
+
+
+def test_the_global_generator_is_neither_read_nor_moved() -> None:
+    before = torch.get_rng_state()
+    model = build()
+    run(model, model.draw_masks(B, T, seeded(3)))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(123)
+    assert torch.equal(
+        build().state_dict()["lstms.0.weight_hh_l0"], model.state_dict()["lstms.0.weight_hh_l0"]
+    )
+
+
+def test_word_zero_gets_a_gradient_from_the_input() -> None:
+    model = build(replace(KEPT, tied=False))
+    torch.autograd.backward(run(model, None, torch.zeros(T, B, dtype=torch.long)).logits_TBV.square().mean())
+    assert model.embedding.grad is not None
+    assert model.embedding.grad[0].abs().min().item() > 0
+    assert not model.embedding.grad[1:].any()
+
+
+def test_two_windows_with_the_state_carried_equal_one_long_window() -> None:
+    model = build()
+    masks = model.draw_masks(B, T, seeded(3))
+    whole = run(model, masks)
+    start = run(model, masks, window()[:2])
+    rest: Pass = model(window()[2:], start.state, masks)
+    torch.testing.assert_close(torch.cat([start.logits_TBV, rest.logits_TBV]), whole.logits_TBV)
+    for carried, expected in zip(itertools.chain(*rest.state), itertools.chain(*whole.state), strict=True):
+        torch.testing.assert_close(carried, expected)
+        assert not carried.requires_grad
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("value", [-0.1, 1.0, math.nan])
+def test_a_rate_is_at_least_zero_and_below_one(rate: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=rate):
+        TypeAdapter(AWDLSTMConfig).validate_python({rate: value})
+
+
+@pytest.mark.parametrize("field", ["embedding_size", "hidden_size", "layers"])
+def test_a_size_is_at_least_one(field: str) -> None:
+    with pytest.raises(ValidationError, match=field):
+        TypeAdapter(AWDLSTMConfig).validate_python({field: 0})
+
+
+def test_an_unknown_field_is_refused() -> None:
+    with pytest.raises(ValidationError, match="dropouth"):
+        TypeAdapter(AWDLSTMConfig).validate_python({"dropouth": 0.1})

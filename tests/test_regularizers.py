@@ -1,0 +1,265 @@
+"""The laws of the regularizers. T=5, B=3, V=11: a different size on every axis, so that a transposition fails."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from models.awd_lstm import AWDLSTM, Masks, Pass, State
+from models.config import AWDLSTMConfig
+from regularizers.config import Regularization
+from regularizers.losses import LossParts, loss_parts
+from regularizers.table import REGULARIZERS, UnknownRegularizer, get_regularizer
+from tests.reference import reference_loss
+
+T, B, V = 5, 3, 11
+DROPPED = AWDLSTMConfig(embedding_size=7, hidden_size=6, layers=2)
+KEPT = replace(DROPPED, embed_p=0, input_p=0, hidden_p=0, output_p=0, weight_p=0)
+EVERY = pytest.mark.parametrize("name", sorted(REGULARIZERS))
+WITH_DIFFERENCE = pytest.mark.parametrize(
+    "name", sorted(name for name, row in REGULARIZERS.items() if row.penalty == "difference")
+)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Window:
+    """A float64 model, one window of text, a starting state that is not zero, and the masks of two passes."""
+
+    def __init__(self, config: AWDLSTMConfig = DROPPED, length: int = T) -> None:
+        self.model = AWDLSTM(config, V, seeded(1)).double()
+        self.tokens_TB = torch.randint(V, (length, B), generator=seeded(2))
+        self.targets_TB = torch.randint(V, (length, B), generator=seeded(3))
+        self.state: State = tuple(
+            (
+                torch.rand(h.shape, generator=seeded(4)).double(),
+                torch.rand(c.shape, generator=seeded(5)).double(),
+            )
+            for h, c in self.model.zero_state(B)
+        )
+        self.first, self.second = self.masks(6), self.masks(7)
+
+    def masks(self, seed: int) -> Masks:
+        return self.model.draw_masks(B, len(self.tokens_TB), seeded(seed))
+
+    def run(self, masks: Masks | None) -> Pass:
+        result: Pass = self.model(self.tokens_TB, self.state, masks)
+        return result
+
+    def second_pass(self, regularization: Regularization) -> Pass | None:
+        masks = {"none": None, "new_masks": self.second, "no_dropout": None}
+        kind = regularization.declaration.second_pass
+        return None if kind == "none" else self.run(masks[kind])
+
+    def parts(self, regularization: Regularization) -> LossParts:
+        return loss_parts(
+            regularization, self.run(self.first), self.second_pass(regularization), self.targets_TB
+        )
+
+    def gradients(self, loss: Tensor, keep: bool = False) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, list(self.model.parameters()), retain_graph=keep))
+
+
+@EVERY
+@pytest.mark.parametrize("length", [T, 1])
+@pytest.mark.parametrize("stop_gradient", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_and_gradients_equal_the_reference(
+    name: str, length: int, stop_gradient: bool, tied: bool
+) -> None:
+    window = Window(replace(DROPPED, tied=tied), length)
+    regularization = Regularization(name, kappa=0.3, alpha=2, beta=1, eld_stop_gradient=stop_gradient)
+    total = window.parts(regularization).total
+    weights = {
+        key: tensor.detach().clone().requires_grad_() for key, tensor in window.model.state_dict().items()
+    }
+    expected = reference_loss(
+        weights, window.model.config, regularization, 0.3,
+        window.tokens_TB, window.targets_TB, window.state, window.first, window.second,
+    )  # fmt: skip
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-10)
+    references = torch.autograd.grad(expected, [weights[key] for key, _ in window.model.named_parameters()])
+    for gradient, reference in zip(window.gradients(total), references, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-10)
+
+
+@EVERY
+def test_parts_add_up_to_the_total(name: str) -> None:
+    parts = Window().parts(Regularization(name, kappa=0.7, alpha=2, beta=3))
+    torch.testing.assert_close(parts.total, parts.target + 0.7 * parts.penalty + 2 * parts.ar + 3 * parts.tar)
+
+
+@EVERY
+def test_reported_loss_is_the_first_pass_whatever_is_optimised(name: str) -> None:
+    window = Window()
+    baseline = window.parts(Regularization()).total
+    parts = window.parts(Regularization(name, alpha=2, beta=1))
+    assert parts.first_target.item() == baseline.item()
+    assert not parts.first_target.requires_grad
+
+
+@WITH_DIFFERENCE
+def test_penalty_is_zero_when_nothing_is_dropped(name: str) -> None:
+    assert Window(KEPT).parts(Regularization(name)).penalty.item() == 0
+
+
+@WITH_DIFFERENCE
+def test_penalty_is_positive_when_something_is_dropped(name: str) -> None:
+    assert Window().parts(Regularization(name)).penalty.item() > 0
+
+
+@WITH_DIFFERENCE
+def test_gradient_is_the_baselines_when_nothing_is_dropped(name: str) -> None:
+    window = Window(KEPT)
+    baseline = window.gradients(window.parts(Regularization()).total)
+    for gradient, expected in zip(
+        window.gradients(window.parts(Regularization(name)).total), baseline, strict=True
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-14)
+
+
+@EVERY
+def test_what_is_added_to_the_target_is_linear_in_kappa(name: str) -> None:
+    window = Window()
+
+    def added(kappa: float) -> Tensor:
+        parts = window.parts(Regularization(name, kappa=kappa))
+        return parts.total - parts.target
+
+    torch.testing.assert_close(added(0.6), 3 * added(0.2), rtol=1e-9, atol=1e-12)
+
+
+@WITH_DIFFERENCE
+def test_a_bias_in_the_decoder_never_changes_the_penalty(name: str) -> None:
+    window = Window()
+    before = window.parts(Regularization(name)).penalty
+    with torch.no_grad():
+        window.model.decoder_bias.normal_(0, 10, generator=seeded(8))
+    torch.testing.assert_close(window.parts(Regularization(name)).penalty, before, rtol=1e-10, atol=0)
+
+
+def test_a_bias_in_the_decoder_changes_the_norm() -> None:
+    window = Window()
+    before = window.parts(Regularization("prediction_norm")).penalty.item()
+    with torch.no_grad():
+        window.model.decoder_bias.normal_(0, 10, generator=seeded(8))
+    assert window.parts(Regularization("prediction_norm")).penalty.item() > before + 1
+
+
+@EVERY
+def test_second_pass_has_gradient_exactly_where_the_table_says(name: str) -> None:
+    window = Window()
+    regularization = Regularization(name)
+    second = window.second_pass(regularization)
+    if second is None:
+        assert REGULARIZERS[name].second_pass == "none"
+        return
+    total = loss_parts(regularization, window.run(window.first), second, window.targets_TB).total
+    (gradient,) = torch.autograd.grad(total, [second.logits_TBV], allow_unused=True)
+    assert (gradient is not None) == REGULARIZERS[name].second_gradient
+
+
+def test_both_and_plain_eld_differ_only_by_the_target_once_gradient_flows() -> None:
+    window = Window()
+    plain = window.parts(Regularization("expectation_linear", eld_stop_gradient=False))
+    both = window.parts(Regularization("expectation_linear_both"))
+    targets = window.gradients(both.target - plain.target, keep=True)
+    totals = window.gradients(both.total - plain.total)
+    assert both.penalty.item() == plain.penalty.item()
+    assert max(gradient.abs().max().item() for gradient in targets) > 1e-3
+    for total, target in zip(totals, targets, strict=True):
+        torch.testing.assert_close(total, target, rtol=0, atol=1e-14)
+
+
+def test_stopping_the_gradient_changes_the_gradient_but_not_the_loss() -> None:
+    window = Window()
+    stopped = window.parts(Regularization("expectation_linear")).total
+    flowing = window.parts(Regularization("expectation_linear", eld_stop_gradient=False)).total
+    assert stopped.item() == flowing.item()
+    assert not torch.allclose(window.gradients(stopped)[0], window.gradients(flowing)[0])
+
+
+def sampled_logits(window: Window, count: int) -> Tensor:
+    """(count, T, B, V): the predictions under independent masks."""
+    with torch.no_grad():
+        return torch.stack([window.run(window.masks(100 + draw)).logits_TBV for draw in range(count)])
+
+
+def mean_penalty(name: str, firsts: Tensor, seconds: Tensor) -> float:
+    def as_pass(logits_TBV: Tensor) -> Pass:
+        return Pass(logits_TBV, logits_TBV, logits_TBV, ())
+
+    targets_TB = torch.zeros(T, B, dtype=torch.long)
+    pairs = zip(firsts, seconds, strict=True)
+    parts = [loss_parts(Regularization(name), as_pass(l1), as_pass(l2), targets_TB) for l1, l2 in pairs]
+    return math.fsum(part.penalty.item() for part in parts) / len(parts)
+
+
+def test_fraternal_penalty_is_twice_the_variance_and_at_most_four_times_the_expectation_linear_one() -> None:
+    """Remark 1 and Proposition 1 of Zolna et al. 2018, by Monte Carlo."""
+    window = Window()
+    logits = sampled_logits(window, 2000)
+    without = window.run(None).logits_TBV.detach().expand(1000, -1, -1, -1)
+    fraternal = mean_penalty("fraternal", logits[:1000], logits[1000:])
+    expectation_linear = mean_penalty("expectation_linear", logits[:1000], without)
+    assert fraternal == pytest.approx(2 * logits.var(dim=0).mean().item(), rel=0.03)
+    assert fraternal <= 4 * expectation_linear
+
+
+def test_ar_looks_at_the_dropped_output_and_tar_at_the_raw_one() -> None:
+    window = Window()
+    first = window.run(window.first)
+    parts = loss_parts(Regularization("fraternal"), first, window.run(window.second), window.targets_TB)
+    steps = [(first.raw_TBH[t] - first.raw_TBH[t - 1]).square().mean() for t in range(1, T)]
+    torch.testing.assert_close(parts.ar, (first.dropped_TBH**2).mean())
+    torch.testing.assert_close(parts.tar, sum(steps) / len(steps))
+
+
+def test_tar_of_a_window_of_one_step_is_zero() -> None:
+    parts = Window(length=1).parts(Regularization(beta=1))
+    assert parts.tar.item() == 0
+    assert math.isfinite(parts.total.item())
+
+
+def test_kappa_zero_means_zero() -> None:
+    parts = Window().parts(Regularization("fraternal", kappa=0))
+    assert parts.penalty.item() > 0
+    assert parts.total.item() == parts.target.item()
+
+
+@EVERY
+def test_kappa_not_given_means_the_tables(name: str) -> None:
+    assert Regularization(name).effective_kappa == REGULARIZERS[name].default_kappa
+    assert Regularization(name, kappa=0).effective_kappa == 0
+
+
+def test_an_unknown_regularizer_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        UnknownRegularizer, match=r"'fratrenal'; known: expectation_linear, .*, prediction_norm"
+    ):
+        get_regularizer("fratrenal")
+    with pytest.raises(ValidationError, match="unknown regularizer 'fratrenal'; known: "):
+        Regularization("fratrenal")
+
+
+@pytest.mark.parametrize("field", ["kappa", "alpha", "beta"])
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
+def test_a_factor_is_finite_and_not_negative(field: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=field):
+        TypeAdapter(Regularization).validate_python({field: value})
+
+
+def test_an_unknown_field_is_refused() -> None:
+    with pytest.raises(ValidationError, match="lambda"):
+        TypeAdapter(Regularization).validate_python({"lambda": 1})
+
+
+def test_every_field_is_described_in_the_schema() -> None:
+    for config in (Regularization, AWDLSTMConfig):
+        properties = TypeAdapter(config).json_schema()["properties"]
+        assert [name for name, field in properties.items() if not field.get("description")] == []

@@ -1,0 +1,374 @@
+"""The laws of training, on a text of a few thousand words from a vocabulary of eleven."""
+
+import itertools
+import json
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from models.awd_lstm import AWDLSTM, Masks
+from models.config import AWDLSTMConfig
+from regularizers.config import Regularization
+from regularizers.table import REGULARIZERS
+from trials.spec import TrainingConfig
+from trials.training import (
+    STEPS_BETWEEN_CHECKS,
+    Diverged,
+    EpochResult,
+    Ids,
+    Training,
+    evaluate,
+    window_lengths,
+)
+
+V = 11
+MODEL = AWDLSTMConfig(embedding_size=8, hidden_size=6, layers=2, embed_p=0.1, input_p=0.2, output_p=0.2)
+KEPT = replace(MODEL, embed_p=0, input_p=0, hidden_p=0, output_p=0, weight_p=0)
+CONFIG = TrainingConfig(epochs=4, batch_size=3, bptt=7, lr=5.0, averaging="none")
+SWITCHING = replace(CONFIG, lr=30.0, clip=1.0, averaging="nt-asgd", non_monotone_interval=0)
+
+
+def text(length: int, seed: int) -> Ids:
+    """Words that count up to V and start again, each tenth replaced by any word."""
+    rng = np.random.default_rng(seed)
+    ids = np.arange(length) % V
+    return np.where(rng.random(length) < 0.1, rng.integers(0, V, length), ids).astype(np.int32)
+
+
+TRAIN, VALID = text(600, 1), text(101, 2)
+
+
+def build(
+    training: TrainingConfig = CONFIG,
+    regularization: Regularization | None = None,
+    model: AWDLSTMConfig = MODEL,
+    seed: int = 1,
+    train: Ids = TRAIN,
+) -> Training:
+    return Training(model, training, regularization or Regularization("fraternal"), V, train, VALID, seed)
+
+
+def untimed(results: tuple[EpochResult, ...]) -> list[dict[str, Any]]:
+    return [asdict(replace(result, seconds=0.0)) for result in results]
+
+
+def assert_equal_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(one) == list(other)
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+# --- learning
+
+
+@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+def test_every_regularizer_learns_a_simple_text(name: str) -> None:
+    training = build(replace(CONFIG, epochs=8), Regularization(name), train=text(3000, 1))
+    first, *_, last = training.epochs()
+    assert last.valid_loss < 0.8 * math.log(V)
+    assert last.train_loss < first.train_loss
+
+
+SHAPES = itertools.product((True, False), (8, 6), (1, 2, 3))
+
+
+@pytest.mark.parametrize(("tied", "hidden_size", "layers"), list(SHAPES))
+def test_every_shape_trains(tied: bool, hidden_size: int, layers: int) -> None:
+    model = replace(KEPT, tied=tied, hidden_size=hidden_size, layers=layers)
+    first, *_, last = build(replace(CONFIG, epochs=6, lr=10.0), model=model).epochs()
+    assert last.train_loss < first.train_loss - 0.01
+
+
+def test_same_seed_gives_the_same_epochs_bit_for_bit_whatever_the_global_generator_does() -> None:
+    one, again, other = build(), build(), build(seed=2)
+    for training in (one, again, other):
+        torch.rand(3)
+        list(training.epochs())
+    assert untimed(one.history) == untimed(again.history)
+    assert one.history[0].train_loss != other.history[0].train_loss
+
+
+# --- the step
+
+
+def test_each_step_is_clipped_sgd_with_weight_decay_at_a_rate_scaled_by_the_windows_length() -> None:
+    """Two windows, of 5 and of 3 steps, the state carried from one to the other; written down here once more."""
+    config = replace(CONFIG, epochs=1, bptt=5, windows="fixed", lr=2.0, clip=0.05, weight_decay=0.1)
+    training = build(config, Regularization(), KEPT, train=TRAIN[: 3 * 9])
+    model = build(config, Regularization(), KEPT).model
+    columns_TB = torch.from_numpy(TRAIN[: 3 * 9].astype(np.int64)).view(3, 9).t()
+    state = model.zero_state(3)
+    norms = []
+    for start, end in ((0, 5), (5, 8)):
+        result = model(columns_TB[start:end], state, None)
+        state = result.state
+        loss = F.cross_entropy(result.logits_TBV.flatten(0, 1), columns_TB[start + 1 : end + 1].flatten())
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norms.append(math.sqrt(sum(gradient.square().sum().item() for gradient in gradients)))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                step = gradient * min(1, 0.05 / norms[-1]) + 0.1 * parameter
+                parameter -= 2.0 * (end - start) / 5 * step
+    (epoch,) = training.epochs()
+    for parameter, expected in zip(training.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
+    assert min(norms) > 0.05
+    assert epoch.gradient_norm == pytest.approx((5 * norms[0] + 3 * norms[1]) / 8, rel=1e-5)
+    assert epoch.tokens == 3 * 8
+
+
+def test_train_loss_is_the_mean_over_all_tokens_however_they_are_cut() -> None:
+    config = replace(CONFIG, epochs=1, batch_size=1, lr=1e-9)
+    training = build(config, Regularization("prediction_norm", alpha=2, beta=1), KEPT, train=TRAIN[:59])
+    (epoch,) = training.epochs()
+    assert epoch.train_loss == pytest.approx(evaluate(training.model, TRAIN[:59]), abs=1e-6)
+    added = 0.1 * epoch.penalty + 2 * epoch.ar + epoch.tar
+    assert epoch.optimised == pytest.approx(epoch.train_loss + added, abs=1e-6)
+    assert min(epoch.penalty, epoch.ar, epoch.tar) > 0
+
+
+def test_no_two_passes_share_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = build(replace(CONFIG, epochs=2))
+    drawn: list[Masks] = []
+    draw_masks = training.model.draw_masks
+
+    def recorded(*arguments: Any) -> Masks:
+        drawn.append(draw_masks(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(training.model, "draw_masks", recorded)
+    list(training.epochs())
+    assert len(drawn) == 2 * training.state()[1]["steps"]
+    kept = {
+        tuple(weights.flatten().tolist())
+        for weights in (masks.weights_4HH[0] for masks in drawn)
+        if weights is not None
+    }
+    assert len(kept) == len(drawn)
+
+
+def test_only_the_first_passs_state_is_carried() -> None:
+    """So where nothing is optimised, the first pass of every regularizer sees the same states."""
+    losses = set()
+    for name in REGULARIZERS:
+        (epoch,) = build(replace(CONFIG, epochs=1, lr=1e-30, weight_decay=0), Regularization(name)).epochs()
+        losses.add(epoch.train_loss)
+    assert len(losses) == 1
+
+
+# --- windows
+
+
+@given(steps=st.integers(1, 3000), bptt=st.integers(5, 200), seed=st.integers(0, 99))
+def test_random_windows_use_every_step_once_within_their_bounds(steps: int, bptt: int, seed: int) -> None:
+    lengths = window_lengths(steps, replace(CONFIG, bptt=bptt), np.random.default_rng(seed))
+    assert sum(lengths) == steps
+    assert all(5 <= length <= bptt + 10 for length in lengths[:-1])
+    assert 1 <= lengths[-1] <= bptt + 10
+
+
+def test_random_windows_follow_the_papers_law() -> None:
+    lengths = np.array(window_lengths(10**6, replace(CONFIG, bptt=70), np.random.default_rng(1)))
+    halved = lengths < 52
+    assert halved.mean() == pytest.approx(0.05, abs=0.01)
+    assert lengths.max() == 80
+    assert lengths[~halved].mean() == pytest.approx(69.5, abs=0.3)
+    assert lengths[~halved].std() == pytest.approx(5, abs=0.3)
+    assert lengths[halved][:-1].mean() == pytest.approx(34.5, abs=1)
+    assert lengths[halved].max() <= 45
+
+
+def test_fixed_windows_are_all_bptt_but_the_last() -> None:
+    assert window_lengths(23, replace(CONFIG, windows="fixed"), np.random.default_rng(1)) == [7, 7, 7, 2]
+
+
+def test_windows_differ_between_epochs() -> None:
+    training = build(replace(CONFIG, epochs=2, lr=1e-30, weight_decay=0), Regularization(), KEPT)
+    first, second = training.epochs()
+    assert first.gradient_norm != second.gradient_norm
+    assert first.train_loss == pytest.approx(second.train_loss, abs=1e-6)
+
+
+# --- evaluation
+
+
+@pytest.fixture
+def model() -> AWDLSTM:
+    return AWDLSTM(MODEL, V, torch.Generator().manual_seed(1))
+
+
+def test_evaluation_is_the_mean_over_every_predicted_token(model: AWDLSTM) -> None:
+    ids_T1 = torch.from_numpy(VALID.astype(np.int64)).unsqueeze(1)
+    logits_TV = model(ids_T1[:-1], model.zero_state(1), None).logits_TBV[:, 0]
+    losses = [
+        -logits.log_softmax(0)[target].item() for logits, target in zip(logits_TV, ids_T1[1:, 0], strict=True)
+    ]
+    assert len(losses) == len(VALID) - 1
+    assert evaluate(model, VALID) == pytest.approx(math.fsum(losses) / len(losses), abs=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 3, 50, 99, 100, 101])
+def test_evaluation_does_not_depend_on_the_window(model: AWDLSTM, window: int) -> None:
+    assert evaluate(model, VALID, window) == pytest.approx(evaluate(model, VALID), abs=1e-5)
+
+
+def test_evaluation_leaves_no_trace(model: AWDLSTM) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert evaluate(model, VALID) == evaluate(model, VALID)
+    assert_equal_weights(model.state_dict(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# --- averaging
+
+
+def test_after_the_switch_both_losses_are_recorded_and_the_average_is_what_is_used() -> None:
+    training = build(replace(SWITCHING, epochs=6))
+    used = AWDLSTM(MODEL, V, torch.Generator())
+    for result in training.epochs():
+        used.load_state_dict(training.weights_to_use())
+        assert evaluate(used, VALID) == result.valid_loss
+        assert evaluate(training.model, VALID) == result.raw_valid_loss
+        assert (result.valid_loss != result.raw_valid_loss) == result.averaged
+    assert {result.averaged for result in training.history} == {False, True}
+
+
+def test_the_average_is_the_mean_of_the_iterates_after_the_switch() -> None:
+    """One window an epoch: every iterate can be seen."""
+    config = replace(SWITCHING, epochs=30, bptt=70, windows="fixed")
+    training = build(config, train=TRAIN[: 3 * 50])
+    iterates = []
+    for result in training.epochs():
+        if result.averaged:
+            iterates.append({name: p.detach().clone() for name, p in training.model.named_parameters()})
+    assert 3 < len(iterates) < 29
+    for name, weights in training.weights_to_use().items():
+        mean = torch.stack([iterate[name] for iterate in iterates]).mean(dim=0)
+        torch.testing.assert_close(weights, mean, rtol=1e-5, atol=1e-6)
+
+
+def first_averaged_epoch(config: TrainingConfig) -> int:
+    return next(result.epoch for result in build(replace(config, epochs=30)).epochs() if result.averaged)
+
+
+def test_a_switch_after_the_last_epoch_leaves_the_raw_weights_in_use() -> None:
+    training = build(replace(SWITCHING, epochs=first_averaged_epoch(SWITCHING) - 1))
+    assert not any(result.averaged for result in training.epochs())
+    assert "averaged_steps" in training.state()[1]
+    assert_equal_weights(training.weights_to_use(), training.model.state_dict())
+
+
+def test_frozen_parameters_stay_as_they_are_across_the_switch() -> None:
+    training = build(replace(SWITCHING, epochs=first_averaged_epoch(SWITCHING) + 1))
+    frozen = training.model.decoder_bias.requires_grad_(False)
+    frozen.fill_(0.25)
+    assert any(result.averaged for result in training.epochs())
+    assert torch.equal(training.weights_to_use()["decoder_bias"], torch.full((V,), 0.25))
+
+
+def test_without_averaging_there_is_no_switch() -> None:
+    training = build(replace(SWITCHING, averaging="none", epochs=6))
+    assert not any(result.averaged for result in training.epochs())
+
+
+def test_best_is_every_epoch_below_all_earlier_ones() -> None:
+    results = list(build(replace(SWITCHING, averaging="none", epochs=8)).epochs())
+    losses = [result.valid_loss for result in results]
+    assert [result.is_best for result in results] == [
+        all(loss < earlier for earlier in losses[:epoch]) for epoch, loss in enumerate(losses)
+    ]
+    assert {result.is_best for result in results} == {False, True}
+
+
+# --- going on
+
+
+def saved_and_read(
+    state: tuple[dict[str, Tensor], dict[str, Any]],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, values = state
+    return safetensors.torch.load(safetensors.torch.save(tensors)), json.loads(
+        json.dumps(values, allow_nan=False)
+    )
+
+
+@pytest.mark.parametrize("epochs_before", [1, 2, 3, 4, 5])
+def test_training_that_goes_on_equals_training_that_never_stopped(epochs_before: int) -> None:
+    """Before, at and after the switch, and into a Training of another starting point."""
+    config = replace(SWITCHING, epochs=6)
+    assert 2 < first_averaged_epoch(config) < 6
+    whole, halves = build(config), build(config)
+    states = {result.epoch: whole.state() for result in whole.epochs()}
+    halves.load_state(*saved_and_read(states[epochs_before]))
+    assert len(list(halves.epochs())) == 6 - epochs_before
+    assert untimed(halves.history) == untimed(whole.history)
+    assert_equal_weights(halves.state()[0], whole.state()[0])
+    assert_equal_weights(halves.weights_to_use(), whole.weights_to_use())
+
+
+def test_going_back_to_an_earlier_state_undoes_the_switch() -> None:
+    config = replace(SWITCHING, epochs=6)
+    training = build(config)
+    states = {result.epoch: training.state() for result in training.epochs()}
+    history = untimed(training.history)
+    training.load_state(*states[1])
+    list(training.epochs())
+    assert untimed(training.history) == history
+
+
+def test_epochs_stop_where_the_consumer_stops_and_go_on_from_there() -> None:
+    whole, stopped = build(), build()
+    list(whole.epochs())
+    next(stopped.epochs())
+    assert len(stopped.history) == 1
+    list(stopped.epochs())
+    assert untimed(stopped.history) == untimed(whole.history)
+    assert list(stopped.epochs()) == []
+
+
+# --- what goes wrong
+
+
+def test_a_diverging_trial_ends_within_the_epoch_and_yields_nothing_of_it() -> None:
+    training = build(replace(CONFIG, lr=1e38), train=text(30_000, 1))
+    with pytest.raises(Diverged, match=r"the loss is (nan|inf) at step \d+ of epoch 1"):
+        list(training.epochs())
+    assert training.history == ()
+    assert training.state()[1]["steps"] == STEPS_BETWEEN_CHECKS
+
+
+def test_weights_spoilt_by_the_last_step_are_found_by_validation() -> None:
+    training = build(replace(CONFIG, lr=1e38, bptt=100, windows="fixed"), train=TRAIN[: 3 * 50])
+    with pytest.raises(Diverged, match=r"the validation loss is (nan|inf) after step 1 of epoch 1"):
+        list(training.epochs())
+
+
+def test_a_training_split_too_short_for_the_batch_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"training split of 5 tokens .* batch_size 3: .* lower batch_size or"
+    ):
+        build(train=TRAIN[:5])
+    assert len(list(build(replace(CONFIG, epochs=1), train=TRAIN[:6]).epochs())) == 1
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_stream_with_nothing_to_predict_is_refused(model: AWDLSTM, length: int) -> None:
+    with pytest.raises(ValueError, match=f"has {length} tokens, and needs at least 2"):
+        evaluate(model, VALID[:length])
+    with pytest.raises(ValueError, match=f"validation split has {length} tokens"):
+        Training(MODEL, CONFIG, Regularization(), V, TRAIN, VALID[:length], 1)
+
+
+def test_perplexity_is_infinite_where_it_overflows() -> None:
+    result = next(build().epochs())
+    assert result.valid_perplexity == math.exp(result.valid_loss)
+    assert replace(result, valid_loss=1e4).valid_perplexity == math.inf

@@ -1,0 +1,106 @@
+"""One attempt at a trial, from its task to its last report. No ray, no database: it reads and writes checkpoints only."""
+
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from trials.checkpoints import BestCheckpoint, pack_state, unpack_state
+from trials.corpora import Corpus, CorpusError, CorpusSpec, load_corpus
+from trials.ledger import Failure, FailureClass, Report, Task
+from trials.store import CheckpointStore, CorruptCheckpoint
+from trials.training import Diverged, EpochResult, Training
+
+METRICS = ("epoch", "train_loss", "valid_loss", "raw_valid_loss", "averaged")
+"""What is kept of an epoch beside its weights; no timings, so that equal runs make equal files."""
+
+
+def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Report]:
+    """Train a trial to its end, from its `last` checkpoint where there is one, and report every epoch.
+
+    Epochs that an earlier attempt trained but nobody recorded are reported again. Whatever goes wrong inside the trial
+    is the last report; nothing is raised.
+    """
+    try:
+        yield from _train(task, store, data_dir)
+    except Diverged as error:
+        yield _failed("diverged", str(error))
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        yield _failed("out_of_memory", str(error) or "the process could not allocate any more memory")
+    except CorpusError as error:
+        yield _failed("user_error", str(error))
+    except Exception:  # a trial's own failure ends that trial and no other
+        yield _failed("user_error", traceback.format_exc())
+
+
+def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Report]:
+    corpus = _load_corpus(task.corpus, data_dir)
+    training = Training(
+        task.config.model,
+        task.config.training,
+        task.config.regularization,
+        len(corpus.vocabulary),
+        corpus.train,
+        corpus.valid,
+        task.seed,
+        task.device,
+    )
+    _resume(training, task, store)
+    for result in training.history[min(task.recorded_epochs, task.config.training.epochs - 1) :]:
+        yield _report(task, store, training, result)
+    for result in training.epochs():
+        if result.is_best:  # before `last`: what `last` has seen, `best` never falls behind
+            store.save_best(task.sweep_id, task.number, best_checkpoint(training, task, corpus).files())
+        store.save_last(task.sweep_id, task.number, pack_state(*training.state()))
+        yield _report(task, store, training, result)
+
+
+def best_checkpoint(training: Training, task: Task, corpus: Corpus) -> BestCheckpoint:
+    """The weights as they stand, with all that is needed to use them elsewhere."""
+    result = asdict(training.history[-1])
+    return BestCheckpoint(
+        tensors=training.weights_to_use(),
+        config={
+            **asdict(task.config),
+            "corpus": task.corpus.model_dump(mode="json"),
+            "corpus_sha256": corpus.sha256,
+            "seed": task.seed,
+        },
+        vocabulary=corpus.vocabulary,
+        metrics={name: result[name] for name in METRICS},
+    )
+
+
+def _resume(training: Training, task: Task, store: CheckpointStore) -> None:
+    """Go on from `last`. Without a readable one the trial starts over, which ends in the same weights."""
+    try:
+        files = store.load_last(task.sweep_id, task.number)
+        if files is not None:
+            training.load_state(*unpack_state(files, "last.tar"))
+    except CorruptCheckpoint:
+        store.discard_last(task.sweep_id, task.number)
+
+
+def _report(task: Task, store: CheckpointStore, training: Training, result: EpochResult) -> Report:
+    best = min(training.history[: result.epoch], key=lambda earlier: earlier.valid_loss)
+    return Report(
+        epoch=asdict(result),
+        finished=result.epoch == task.config.training.epochs,
+        best_epoch=best.epoch,
+        best_valid_loss=best.valid_loss,
+        checkpoint_sha256=store.best_sha256(task.sweep_id, task.number) if best.epoch == result.epoch else None,
+        device=task.device,
+    )
+
+
+def _failed(failure_class: FailureClass, message: str) -> Report:
+    return Report(epoch=None, finished=True, failure=Failure(failure_class, message))
+
+
+@lru_cache(maxsize=2)
+def _load_corpus(corpus: CorpusSpec, data_dir: Path) -> Corpus:
+    """Read a corpus once for all the trials of a worker."""
+    return load_corpus(corpus, data_dir)

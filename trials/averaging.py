@@ -1,0 +1,37 @@
+"""NT-ASGD (Merity et al. 2017, algorithm 1): SGD that averages its iterates once validation stalls."""
+
+import copy
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def averaging_starts(valid_loss: float, earlier_losses: Sequence[float], interval: int) -> bool:
+    """Whether averaging starts: the loss is above the best of all but the latest `interval` epochs.
+
+    `earlier_losses` are those of all epochs before it, oldest first; interval 0 compares with all of them.
+    """
+    long_ago = earlier_losses[: max(0, len(earlier_losses) - interval)]
+    return bool(long_ago) and valid_loss > min(long_ago)
+
+
+class RunningMean(Generic[Module]):
+    """The mean of a module's parameters over the updates so far; before the first, the module as it stood.
+
+    torch.optim.ASGD differs: its mean leaves out the first iterate after the start.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self.module = copy.deepcopy(module)
+        self.count = 0
+
+    @torch.no_grad()
+    def update(self, module: Module) -> None:
+        """Take the module's present parameters into the mean."""
+        self.count += 1
+        for mean, iterate in zip(self.module.parameters(), module.parameters(), strict=True):
+            mean.lerp_(iterate, 1 / self.count)

@@ -1,0 +1,80 @@
+"""What is inside a checkpoint: `best`, weights to use, and `last`, all that training needs to go on bit-exactly.
+
+Tensors are safetensors, the rest is JSON and text: loading never executes anything.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from trials.corpora import Vocabulary
+from trials.store import CorruptCheckpoint, pack, unpack, write_whole
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """A trained model that can be used without anything else."""
+
+    tensors: dict[str, Tensor]
+    """The state dict of models.awd_lstm.AWDLSTM: averaged weights once averaging was on."""
+    config: dict[str, Any]
+    """`model`, `training`, `regularization`, `corpus`, `seed`."""
+    vocabulary: Vocabulary
+    metrics: dict[str, Any]
+    """Epoch and losses (nats per token) of these weights."""
+
+    def files(self) -> dict[str, bytes]:
+        return {
+            "model.safetensors": safetensors.torch.save(_contiguous(self.tensors)),
+            "config.json": _to_json(self.config),
+            "vocabulary.txt": self.vocabulary.to_text().encode(),
+            "metrics.json": _to_json(self.metrics),
+        }
+
+
+def read_best(file: Path | BinaryIO) -> BestCheckpoint:
+    """Read and verify a `best` archive. Raises CorruptCheckpoint, FileNotFoundError."""
+    where = str(file if isinstance(file, Path) else getattr(file, "name", "the checkpoint"))
+    files = unpack(file.read_bytes() if isinstance(file, Path) else file, where)
+    try:
+        return BestCheckpoint(
+            tensors=safetensors.torch.load(files["model.safetensors"]),
+            config=json.loads(files["config.json"]),
+            vocabulary=Vocabulary.from_text(files["vocabulary.txt"].decode()),
+            metrics=json.loads(files["metrics.json"]),
+        )
+    except KeyError as error:
+        raise CorruptCheckpoint(f"{where} is no `best` checkpoint: it holds no {error.args[0]}") from error
+    except (ValueError, safetensors.SafetensorError) as error:
+        raise CorruptCheckpoint(f"{where} cannot be read: {error}") from error
+
+
+def write_best(path: Path, checkpoint: BestCheckpoint) -> None:
+    """Write a `best` archive whole."""
+    write_whole(path, pack(checkpoint.files()))
+
+
+def pack_state(tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, bytes]:
+    """The files of a `last` archive from what Training.state() gives."""
+    return {"training.safetensors": safetensors.torch.save(_contiguous(tensors)), "training.json": _to_json(values)}
+
+
+def unpack_state(files: dict[str, bytes], where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What pack_state was given. Raises CorruptCheckpoint."""
+    try:
+        return safetensors.torch.load(files["training.safetensors"]), json.loads(files["training.json"])
+    except (KeyError, ValueError, safetensors.SafetensorError) as error:
+        raise CorruptCheckpoint(f"{where} is no `last` checkpoint: {error}") from error
+
+
+def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _to_json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=2, sort_keys=True).encode()

@@ -1,0 +1,113 @@
+"""One process per running sweep: runs the ledger's tasks with Ray Tune until none is left. The only file that knows Tuner.
+
+Crash-only: nothing here needs to happen before the process dies. A new driver finds all it needs in the study and in the
+checkpoint store; whatever this one leaves in Tune's folder is never read.
+"""
+
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import ray
+from ray import tune
+from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tuner
+
+from trials.ledger import Fenced, Journal, StudyLedger
+from trials.search import LedgerScheduler, StudySearch
+from trials.spec import Resources
+from trials.trainable import LanguageModelTrial
+
+BEAT_S = 2.0
+EXIT_FENCED = 0
+EXIT_RAY_DIED = 75  # EX_TEMPFAIL: start another driver
+
+
+def drive(
+    ledger: StudyLedger,
+    journal: Journal,
+    resources: Resources,
+    *,
+    store_url: str,
+    data_dir: Path,
+    scratch: Path,
+    ray_address: str | None,
+) -> None:
+    """Run every task of the ledger; returns when no trial is open. `scratch` may be deleted afterwards, or at any time."""
+    if ledger.exhausted:
+        return
+    start_ray(scratch, ray_address)
+    threading.Thread(target=_keep_watch, args=(journal, ray_address is None), daemon=True).start()
+    search = StudySearch(
+        ledger,
+        max_concurrent=resources.max_concurrent or room_for(resources),
+        shared={"store_url": store_url, "data_dir": str(data_dir), "cpus": resources.cpus},
+    )
+    tuner = Tuner(
+        tune.with_resources(LanguageModelTrial, {"cpu": resources.cpus, "gpu": resources.gpus}),
+        tune_config=TuneConfig(
+            num_samples=-1,  # the ledger knows when to end
+            search_alg=search,
+            scheduler=LedgerScheduler(ledger, search),
+            reuse_actors=True,
+            trial_dirname_creator=lambda trial: f"t{search.tasks[trial.trial_id].number:05d}_{trial.trial_id}",
+        ),
+        run_config=RunConfig(
+            name="tune",
+            storage_path=str(scratch),
+            failure_config=FailureConfig(max_failures=0),  # the ledger owns retries
+            checkpoint_config=CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
+            verbose=0,
+        ),
+    )
+    tuner.fit()
+    ray.shutdown()
+
+
+def start_ray(scratch: Path, address: str | None) -> None:
+    """Join the cluster, or start a small Ray of our own: a bare init would join whatever another program left."""
+    if address is not None:
+        ray.init(address=address, log_to_driver=False)
+        return
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        _temp_dir=str(scratch),
+    )
+
+
+def room_for(resources: Resources) -> int:
+    """How many trials the cluster has room for; at least one, so that a cluster that grows later is used."""
+    cluster = ray.cluster_resources()
+    by_cpu = cluster.get("CPU", 0) / resources.cpus
+    by_gpu = cluster.get("GPU", 0) / resources.gpus if resources.gpus else by_cpu
+    return max(1, int(min(by_cpu, by_gpu)))
+
+
+def _keep_watch(journal: Journal, own_ray: bool) -> None:
+    """Renew the lease until the process ends; end it when another driver has the sweep, or when our Ray is gone.
+
+    Without its raylet, fit() would loop for ever.
+    """
+    pause = threading.Event()
+    while not pause.wait(BEAT_S):
+        if own_ray and not _ray_is_alive():
+            os._exit(EXIT_RAY_DIED)
+        try:
+            journal.beat()
+        except Fenced:
+            os._exit(EXIT_FENCED)
+
+
+def _ray_is_alive() -> bool:
+    names = {_name(child) for child in psutil.Process().children()}
+    return {"raylet", "gcs_server"} <= names
+
+
+def _name(process: psutil.Process) -> str | None:
+    try:
+        return process.name() if process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None

@@ -1,0 +1,294 @@
+"""The study as the ledger of trials: who runs next, what was reported, how each trial ended. No ray, no torch.
+
+Only the driver that holds a sweep's lease writes trial rows, and it does so here.
+"""
+
+import math
+from collections import deque
+from collections.abc import Container, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+import optuna
+from optuna.pruners import BasePruner, NopPruner, SuccessiveHalvingPruner
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from trials.corpora import CorpusSpec
+from trials.samplers import build_sampler, suggest
+from trials.spec import Pruner, SweepSpec, TrialConfig
+from trials.store import CheckpointStore
+
+FailureClass = Literal["diverged", "out_of_memory", "infrastructure", "user_error", "cancelled"]
+MOST_INTERMEDIATE_VALUES = 50
+"""A trial's share of Optuna's intermediate values: the dashboard takes seconds to draw 400 trials of 500 epochs."""
+
+
+class Fenced(Exception):
+    """Another driver has taken this sweep over; nothing more may be written."""
+
+
+class Journal(Protocol):
+    """Our own tables as a driver sees them. Every method raises Fenced once another driver has taken over."""
+
+    def beat(self) -> None:
+        """Renew the lease."""
+
+    def record_epoch(self, number: int, attempt: int, epoch: Mapping[str, Any]) -> None:
+        """Keep one epoch of a trial; a second record of the same epoch replaces the first."""
+
+    def recorded_epochs(self, number: int) -> int:
+        """The highest epoch on record for a trial, 0 if there is none."""
+
+    def record_event(self, kind: str, **detail: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """One attempt at a trial, as it travels to a worker."""
+
+    sweep_id: str
+    number: int
+    attempt: int
+    arm: str
+    seed: int
+    config: TrialConfig
+    corpus: CorpusSpec
+    device: str
+    recorded_epochs: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    failure_class: FailureClass
+    message: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker says after one epoch, or when it cannot go on."""
+
+    epoch: Mapping[str, Any] | None
+    """The fields of trials.training.EpochResult."""
+    finished: bool = False
+    failure: Failure | None = None
+    best_epoch: int | None = None
+    best_valid_loss: float | None = None
+    checkpoint_sha256: str | None = None
+    device: str | None = None
+
+
+class StudyLedger:
+    """Hands out tasks and writes down what becomes of them.
+
+    A ledger that is opened on a study with RUNNING rows hands those out first, under their own numbers and with
+    their own parameters: they are what an earlier driver left behind.
+    """
+
+    def __init__(
+        self, spec: SweepSpec, sweep_id: str, storage: BaseStorage, journal: Journal, store: CheckpointStore
+    ) -> None:
+        self._spec = spec
+        self._sweep_id = sweep_id
+        self._journal = journal
+        self._store = store
+        self._study = open_study(spec, sweep_id, storage)
+        self._trials: dict[int, Trial] = {}
+        self._created = 0
+        self._waiting: deque[int] = deque()
+        for row in self._study.get_trials(deepcopy=False):
+            self._created += 1
+            if not row.state.is_finished():
+                self._trials[row.number] = Trial(self._study, row._trial_id)
+                self._waiting.append(row.number)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no task is left to hand out, now or for as long as nothing fails."""
+        return not self._waiting and self._created >= self._spec.budget.trials
+
+    def next_task(self) -> Task | None:
+        """The next attempt, or None where all have been handed out."""
+        self._journal.beat()
+        if self._waiting:
+            number = self._waiting.popleft()
+        elif self._created < self._spec.budget.trials:
+            trial = self._study.ask()
+            self._created += 1
+            number = trial.number
+            self._trials[number] = trial
+        else:
+            return None
+        return self._task(self._trials[number])
+
+    def _task(self, trial: Trial) -> Task:
+        arm = self._spec.arm_of(trial.number)
+        params = {name: suggest(trial, name, choices) for name, choices in self._spec.sampled(arm)}
+        config = self._spec.trial_config(arm, params)
+        attempt = int(trial.user_attrs.get("attempt", 0)) + 1
+        attributes = {
+            "arm": arm,
+            "draw": self._spec.draw_of(trial.number),
+            "seed": self._spec.seed_of(trial.number),
+            "attempt": attempt,
+            "config": asdict(config),
+        }
+        for key, value in attributes.items():
+            trial.set_user_attr(key, value)
+        return Task(
+            sweep_id=self._sweep_id,
+            number=trial.number,
+            attempt=attempt,
+            arm=arm,
+            seed=attributes["seed"],
+            config=config,
+            corpus=self._spec.corpus,
+            device="cuda" if self._spec.resources.gpus else "cpu",
+            recorded_epochs=self._journal.recorded_epochs(trial.number),
+        )
+
+    def record(self, task: Task, report: Report) -> bool:
+        """Write a report down; True if the trial goes on."""
+        self._journal.beat()
+        trial = self._trials[task.number]
+        if report.epoch is not None:
+            self._record_epoch(trial, task, report, report.epoch)
+        if report.failure is not None:
+            self._fail(trial, report.failure)
+            return False
+        if report.finished:
+            self._tell(trial, TrialState.COMPLETE, perplexity(report.best_valid_loss))
+            return False
+        if trial.should_prune():
+            self._tell(trial, TrialState.PRUNED)
+            return False
+        return True
+
+    def _record_epoch(self, trial: Trial, task: Task, report: Report, epoch: Mapping[str, Any]) -> None:
+        self._journal.record_epoch(task.number, task.attempt, epoch)
+        if report.best_epoch == epoch["epoch"]:
+            trial.set_user_attr("best_epoch", report.best_epoch)
+            trial.set_user_attr("best_valid_loss", report.best_valid_loss)
+            trial.set_user_attr("checkpoint_sha256", report.checkpoint_sha256)
+        if trial.user_attrs.get("device") != report.device:
+            trial.set_user_attr("device", report.device)
+        if epoch["epoch"] in intermediate_epochs(task.config.training.epochs):
+            trial.report(perplexity(epoch["valid_loss"]), epoch["epoch"])
+
+    def lost(self, task: Task, message: str) -> None:
+        """The worker of this task died: try the trial again, unless that has happened too often."""
+        self._journal.beat()
+        trial = self._trials[task.number]
+        failures = int(trial.user_attrs.get("failures", 0)) + 1
+        trial.set_user_attr("failures", failures)
+        if failures > self._spec.retry.max_failures:
+            self._fail(trial, Failure("infrastructure", f"the worker died {failures} times; the last time: {message}"))
+        else:
+            self._journal.record_event("trial_lost", number=task.number, attempt=task.attempt, message=message)
+            self._waiting.append(task.number)
+
+    def _fail(self, trial: Trial, failure: Failure) -> None:
+        _set_failure(trial, failure)
+        self._tell(trial, TrialState.FAIL)
+
+    def _tell(self, trial: Trial, state: TrialState, value: float | None = None) -> None:
+        self._study.tell(trial, value, state, skip_if_finished=True)
+        self._journal.record_event("trial_finished", number=trial.number, state=state.name)
+        del self._trials[trial.number]
+        if state != TrialState.FAIL:
+            self._store.discard_last(self._sweep_id, trial.number)
+
+    def outcome(self) -> tuple[Literal["succeeded", "failed"], str | None]:
+        """How a sweep without open trials ends."""
+        states = [row.state for row in self._study.get_trials(deepcopy=False)]
+        if TrialState.COMPLETE in states:
+            return "succeeded", None
+        return "failed", f"none of the {len(states)} trials completed: see their failures"
+
+
+def open_study(spec: SweepSpec, sweep_id: str, storage: BaseStorage) -> optuna.Study:
+    """The sweep's study, created where it is not there yet."""
+    study = optuna.create_study(
+        study_name=sweep_id,
+        storage=storage,
+        sampler=build_sampler(spec),
+        pruner=WithinArms(build_pruner(spec.pruner), spec, storage),
+        direction="minimize",
+        load_if_exists=True,
+    )
+    if not study.metric_names:
+        study.set_metric_names(["valid_perplexity"])
+        study.set_user_attr("name", spec.name)
+    return study
+
+
+def close_open_trials(sweep_id: str, storage: BaseStorage, failure: Failure) -> None:
+    """End the rows of a sweep that has no driver any more, and will get none."""
+    try:
+        study = optuna.load_study(study_name=sweep_id, storage=storage)
+    except KeyError:  # cancelled before it had a driver
+        return
+    for row in study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING)):
+        trial = Trial(study, row._trial_id)
+        _set_failure(trial, failure)
+        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+
+
+def _set_failure(trial: Trial, failure: Failure) -> None:
+    trial.set_user_attr("failure_class", failure.failure_class)
+    trial.set_user_attr("failure_message", failure.message[-4000:])
+
+
+class WithinArms(BasePruner):
+    """Let a pruner compare a trial with the trials of its own arm only, and never prune one at its last epoch.
+
+    Arms whose curves cross would otherwise prune one another, and the comparison between them would be of who
+    starts faster.
+    """
+
+    def __init__(self, pruner: BasePruner, spec: SweepSpec, storage: BaseStorage) -> None:
+        self._pruner = pruner
+        self._spec = spec
+        self._storage = storage
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        if trial.last_step is None or trial.last_step >= self._spec.training.epochs:
+            return False
+        arm = _ArmView(study.study_name, self._storage, self._spec, self._spec.arm_of(trial.number))
+        return self._pruner.prune(arm, trial)
+
+
+class _ArmView(optuna.Study):
+    """A study in which only one arm's trials are seen."""
+
+    def __init__(self, name: str, storage: BaseStorage, spec: SweepSpec, arm: str) -> None:
+        super().__init__(study_name=name, storage=storage)
+        self._spec = spec
+        self._arm = arm
+
+    def get_trials(
+        self, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        return [row for row in super().get_trials(deepcopy, states) if self._spec.arm_of(row.number) == self._arm]
+
+
+def build_pruner(pruner: Pruner) -> BasePruner:
+    if pruner.name == "successive_halving":
+        return SuccessiveHalvingPruner(min_resource=pruner.min_epochs, reduction_factor=pruner.reduction_factor)
+    return NopPruner()
+
+
+def intermediate_epochs(epochs: int) -> frozenset[int]:
+    """The epochs that go to Optuna: all of them while they are few, else log-spaced, the last one always."""
+    if epochs <= MOST_INTERMEDIATE_VALUES:
+        return frozenset(range(1, epochs + 1))
+    steps = MOST_INTERMEDIATE_VALUES - 1
+    return frozenset(round(epochs ** (i / steps)) for i in range(steps + 1))
+
+
+def perplexity(loss: float | None) -> float:
+    """exp(loss), infinite where that overflows or there is no loss."""
+    try:
+        return math.exp(loss) if loss is not None else math.inf
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,69 @@
+"""The study ledger behind Ray Tune's two public faces: a Searcher hands out tasks, a scheduler takes reports."""
+
+from typing import Any
+
+from ray.tune.execution.tune_controller import TuneController
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.search import Searcher
+
+from trials.ledger import Report, StudyLedger, Task
+
+
+class StudySearch(Searcher):
+    """Suggests the ledger's tasks, never more than `max_concurrent` at once, and tells it of lost workers."""
+
+    def __init__(self, ledger: StudyLedger, max_concurrent: int, shared: dict[str, Any]) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._max_concurrent = max_concurrent
+        self._shared = shared
+        self.tasks: dict[str, Task] = {}
+        """Open tasks by Tune's trial id."""
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+        if len(self.tasks) >= self._max_concurrent:
+            return None
+        task = self._ledger.next_task()
+        if task is not None:
+            self.tasks[trial_id] = task
+            return {"task": task, **self._shared}
+        # While a trial runs it may still come back; once none does, saying None would spin Tune for ever.
+        return None if self.tasks else Searcher.FINISHED
+
+    def on_trial_complete(
+        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
+    ) -> None:
+        task = self.tasks[trial_id]
+        if error or result is None:
+            self._ledger.lost(task, "its process ended without a word: killed, or out of memory")
+        elif result["report"].finished:  # Tune shows a trial's final result to nobody else
+            self._ledger.record(task, result["report"])
+        del self.tasks[trial_id]  # last: a write that fails is tried again, as a lost worker
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: the study remembers."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        raise NotImplementedError("a sweep goes on from its study, never from Tune's own checkpoint")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing for Tune to pickle: the ledger knows the database's password."""
+        return {}
+
+
+class LedgerScheduler(FIFOScheduler):
+    """Passes every report to the ledger and stops the trials that it says are over."""
+
+    def __init__(self, ledger: StudyLedger, search: StudySearch) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._search = search
+
+    def on_trial_result(self, tune_controller: TuneController, trial: Trial, result: dict[str, Any]) -> str:
+        report: Report = result["report"]
+        goes_on = self._ledger.record(self._search.tasks[trial.trial_id], report)
+        return TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,132 @@
+"""Where checkpoints live: every path, and files that are written whole. No torch.
+
+An archive is an uncompressed tar of a few named files and their SHA256SUMS. It is one file, so that replacing it is one
+rename and fetching it is one download; its bytes are a function of its contents.
+"""
+
+import hashlib
+import io
+import os
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import fsspec
+
+SUMS = "SHA256SUMS"
+
+
+class CorruptCheckpoint(Exception):
+    """The file is no checkpoint, or is not what was written."""
+
+
+class CheckpointStore:
+    """`{url}/{sweep}/t00042/last.tar` (to go on with) and `best.tar` (to use), for each trial of each sweep."""
+
+    def __init__(self, url: str) -> None:
+        self._files, self._root = fsspec.core.url_to_fs(url)
+
+    def save_last(self, sweep_id: str, number: int, files: Mapping[str, bytes]) -> None:
+        self._write(self._path(sweep_id, number, "last.tar"), pack(files))
+
+    def load_last(self, sweep_id: str, number: int) -> dict[str, bytes] | None:
+        """The files of `last`, None if there is none. Raises CorruptCheckpoint."""
+        path = self._path(sweep_id, number, "last.tar")
+        if not self._files.exists(path):
+            return None
+        return unpack(self._files.cat_file(path), path)
+
+    def discard_last(self, sweep_id: str, number: int) -> None:
+        path = self._path(sweep_id, number, "last.tar")
+        if self._files.exists(path):
+            self._files.rm_file(path)
+
+    def save_best(self, sweep_id: str, number: int, files: Mapping[str, bytes]) -> str:
+        """Replace the trial's best checkpoint; returns its SHA-256."""
+        archive = pack(files)
+        self._write(self._path(sweep_id, number, "best.tar"), archive)
+        return hashlib.sha256(archive).hexdigest()
+
+    def open_best(self, sweep_id: str, number: int) -> BinaryIO:
+        """The archive, open for reading: later replacements do not disturb the reader. Raises FileNotFoundError."""
+        return cast(BinaryIO, self._files.open(self._path(sweep_id, number, "best.tar"), "rb"))
+
+    def best_sha256(self, sweep_id: str, number: int) -> str:
+        """SHA-256 of the best checkpoint's file. Raises FileNotFoundError."""
+        with self.open_best(sweep_id, number) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def _path(self, sweep_id: str, number: int, name: str) -> str:
+        return f"{self._root}/{sweep_id}/t{number:05d}/{name}"
+
+    def _write(self, path: str, content: bytes) -> None:
+        if "file" in _protocols(self._files):
+            write_whole(Path(path), content)
+        else:  # object stores replace objects whole
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(path, content)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file so that a crash at any moment leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    _fsync_directory(path.parent)
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """An archive of these files, in this order, and their sums."""
+    sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items())
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, content in {**files, SUMS: sums.encode()}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def unpack(content: bytes | IO[bytes], where: str) -> dict[str, bytes]:
+    """The files of an archive, each checked against its sum. Raises CorruptCheckpoint."""
+    file = io.BytesIO(content) if isinstance(content, bytes) else content
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            members = {member.name: archive.extractfile(member) for member in archive if member.isfile()}
+            files = {name: member.read() for name, member in members.items() if member is not None}
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise CorruptCheckpoint(f"{where} is no checkpoint archive: {error}") from error
+    if SUMS not in files:
+        raise CorruptCheckpoint(f"{where} is no checkpoint archive: it holds no {SUMS}; it may be cut short")
+    expected = _parse_sums(files.pop(SUMS), where)
+    if set(expected) != set(files):
+        raise CorruptCheckpoint(f"{where} holds {sorted(files)}, but its {SUMS} names {sorted(expected)}")
+    for name, held in files.items():
+        if hashlib.sha256(held).hexdigest() != expected[name]:
+            raise CorruptCheckpoint(f"{name} in {where} is not what was written: its SHA-256 differs; fetch it again")
+    return files
+
+
+def _parse_sums(content: bytes, where: str) -> dict[str, str]:
+    try:
+        pairs = [line.split("  ", 1) for line in content.decode().splitlines()]
+        return {name: digest for digest, name in pairs}
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{SUMS} in {where} cannot be read: {error}") from error
+
+
+def _fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _protocols(files: Any) -> tuple[str, ...]:
+    return (files.protocol,) if isinstance(files.protocol, str) else tuple(files.protocol)

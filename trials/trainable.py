@@ -1,0 +1,35 @@
+"""What Ray Tune runs: an attempt, one epoch a step. A module of its own, so that Ray pickles it by name."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray import tune
+
+from trials.attempt import run_attempt
+from trials.ledger import Report, Task
+from trials.store import CheckpointStore
+
+
+class LanguageModelTrial(tune.Trainable):
+    """Runs attempts, one after another in the same process: loading torch anew costs seconds a trial."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.set_num_threads(max(1, int(config["cpus"])))
+        self._begin(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self._reports.close()  # the earlier attempt may have been pruned in the middle
+        self._begin(new_config)
+        return True
+
+    def _begin(self, config: dict[str, Any]) -> None:
+        task: Task = config["task"]
+        self._reports: Iterator[Report] = run_attempt(
+            task, CheckpointStore(config["store_url"]), Path(config["data_dir"])
+        )
+
+    def step(self) -> dict[str, Any]:
+        report = next(self._reports)
+        return {"report": report, "done": report.finished}
