@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
+from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
 from typing import Any
@@ -11,6 +12,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.dashboard import dashboard_routes
 from service.errors import InvalidSpec, Problem, ServiceError
@@ -25,7 +28,7 @@ from service.problems import (
     problems_in,
 )
 from service.reconciler import Reconciler
-from service.routes import router
+from service.routes import ROUTERS
 from service.settings import Settings
 from service.sweeps import build_controller
 from trials.spec import SweepSpec
@@ -35,8 +38,8 @@ MAX_BODY_BYTES = 1024 * 1024
 DESCRIPTION = """Searches hyperparameters of regularized LSTM language models.
 
 Ask for a sweep with `POST /v1/sweeps`, follow it at `GET /v1/sweeps/{sweep_id}` or on the
-[dashboard](/dashboard), and fetch its best checkpoint. Losses are in nats per token, times in UTC. Every error is an
-`application/problem+json` document whose `errors` point into the request's body."""
+[dashboard](/dashboard), and fetch its best checkpoint. Losses are in nats per token, times in UTC. Every
+error is an `application/problem+json` document whose `errors` point into the request's body."""
 
 
 def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
@@ -58,10 +61,10 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
         description=DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
-        max_body_size=MAX_BODY_BYTES,
     )
     app.state.controller = controller
-    app.include_router(router)
+    for router in ROUTERS:
+        app.include_router(router)
     app.router.routes.extend(dashboard_routes(controller.storage))
     _answer_errors_as_problems(app)
     return app
@@ -73,7 +76,28 @@ def _answer_errors_as_problems(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_crash)
     describe = app.openapi
+    app.add_middleware(_BodyLimit)
     app.openapi = cache(lambda: _with_problem_media_type(describe()))  # type: ignore[method-assign]
+
+
+class _BodyLimit:
+    """Refuses a body over the limit before any of it is parsed, whether its length is announced or not."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        received = 0
+
+        async def receive_within_limit() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > MAX_BODY_BYTES:
+                raise HTTPException(413, f"a body may have at most {MAX_BODY_BYTES} bytes")
+            return message
+
+        await self._app(scope, receive_within_limit, send)
 
 
 def _on_service_error(request: Request, error: Exception) -> Response:
@@ -97,15 +121,24 @@ def _on_invalid_request(request: Request, error: Exception) -> Response:
 
 
 def _on_http_error(request: Request, error: Exception) -> Response:
+    """What Starlette and FastAPI say by themselves, in better words where theirs say little."""
     assert isinstance(error, HTTPException)
-    detail = (
-        f"nothing has the path {request.url.path}; see /docs" if error.status_code == 404 else error.detail
-    )
-    if error.status_code == 405 and error.detail == "Method Not Allowed":
-        detail = f"{request.method} is not for {request.url.path}; see /docs"
-    return problem_response(
-        plain_problem(error.status_code, detail, request.url.path), dict(error.headers or {})
-    )
+    path, headers, detail = request.url.path, dict(error.headers or {}), error.detail
+    if error.status_code == 404:
+        detail = f"nothing has the path {path}; see /docs"
+    elif error.status_code == 405 and detail == HTTPStatus(405).phrase:
+        headers = {"allow": ", ".join(sorted(_methods_at(request)))}
+        detail = f"{path} is for {headers['allow']}, not for {request.method}"
+    elif error.status_code == 400:
+        detail = "the body cannot be read as JSON: it is not UTF-8, too deep, or has a number too long"
+    return problem_response(plain_problem(error.status_code, detail, path), headers)
+
+
+def _methods_at(request: Request) -> set[str]:
+    """Every method that a route has for the request's path; Starlette names those of the first one."""
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
+    at_path = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
+    return {method for route in at_path for method in route.methods or ()}
 
 
 def _on_crash(request: Request, error: Exception) -> Response:

@@ -145,7 +145,7 @@ def ls(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
     from service.progress import perplexity
 
     with FraternalClient(url) as client:
-        sweeps = client.sweeps()
+        sweeps = client.list_sweeps()
     if as_json:
         print(json.dumps([sweep.model_dump(mode="json") for sweep in sweeps], indent=2))
         return
@@ -311,7 +311,7 @@ def quickstart(
     overrides: Overrides = [],  # noqa: B006
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Everything once: start a service, run a small sweep, report, fetch and re-evaluate the best model, stop it all.
+    """Everything once: start a service, run a small sweep, report, fetch and check the best model, stop.
 
     Example: `fraternal quickstart --set budget.trials=6`
     """

@@ -61,7 +61,7 @@ class FraternalClient:
     def create(self, body: dict[str, Any]) -> SweepDetail:
         return self._ask("POST", "/v1/sweeps", SweepDetail, json=body)
 
-    def sweeps(self) -> list[SweepView]:
+    def list_sweeps(self) -> list[SweepView]:
         """The newest first."""
         return self._ask("GET", "/v1/sweeps", SweepList).sweeps
 

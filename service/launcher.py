@@ -154,4 +154,6 @@ def _visible_gpus() -> list[str]:
     except FileNotFoundError:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return present if visible is None else present[: len([part for part in visible.split(",") if part.strip()])]
+    return (
+        present if visible is None else present[: len([part for part in visible.split(",") if part.strip()])]
+    )

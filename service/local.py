@@ -63,7 +63,7 @@ class Evaluation:
 
 
 def evaluate_file(file: Path, split: str, other_corpus: dict[str, Any] | None, data_dir: Path) -> Evaluation:
-    """Rebuild a model from its `best` file and evaluate it on its own corpus or another. Raises CommandFailed."""
+    """Rebuild a model from its `best` file; evaluate it on its corpus or another. Raises CommandFailed."""
     if split not in SPLITS:
         raise CommandFailed(f"a split is one of {', '.join(SPLITS)}; found {split!r}")
     try:

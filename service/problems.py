@@ -4,10 +4,11 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import Response
 from pydantic import ConfigDict
+from pydantic_core.core_schema import ErrorType
 
 from service.errors import Problem
 from service.schemas import View
@@ -16,6 +17,12 @@ MEDIA_TYPE = "application/problem+json"
 EXTRA = {"extra_forbidden", "unexpected_keyword_argument"}
 """What pydantic calls an unknown field, of a model and of a dataclass."""
 NO_TAG, WRONG_TAG = "union_tag_not_found", "union_tag_invalid"
+NO_OBJECT = {"model_attributes_type", "model_type", "dataclass_type", "dict_type"}
+PYDANTICS_OWN = set(get_args(ErrorType))
+SPELT_OUT = {"missing", "value_error", NO_TAG, WRONG_TAG} | EXTRA
+"""Errors of pydantic's whose message, as we write it, needs no value added."""
+PHRASES = {413: "Content Too Large", 416: "Range Not Satisfiable"}
+"""The words of RFC 9110 where Python's depend on its version."""
 
 Location = tuple[int | str, ...]
 """Where pydantic found an error: keys and indices, and names of union members, which are not in the body."""
@@ -55,22 +62,22 @@ def problem_response(document: ProblemDocument, headers: dict[str, str] | None =
 
 def plain_problem(status: int, detail: str, instance: str) -> ProblemDocument:
     """A problem that its HTTP status names well enough."""
-    phrase = HTTPStatus(status).phrase
+    phrase = PHRASES.get(status) or HTTPStatus(status).phrase
     code = phrase.lower().replace(" ", "_").replace("-", "_")
     return ProblemDocument(title=phrase, status=status, detail=detail, code=code, instance=instance)
 
 
 def problems_in(errors: Sequence[dict[str, Any]], body: Any, schema: Schema) -> list[Problem]:
-    """What pydantic's errors say about `body`, each place in it once.
+    """What pydantic's errors say about `body`, each place once, though every member of a union complains.
 
     `schema` is the JSON schema that the body should follow; `loc` starts at the body's root.
     """
-    found: dict[str, Problem] = {}
+    complaints: dict[str, list[dict[str, Any]]] = {}
     for error in errors:
-        pointer = _pointer_of(error, body)
-        problem = Problem(pointer, error["type"], _message_of(error, schema))
-        found[pointer] = _joined(found[pointer], problem) if pointer in found else problem
-    return list(found.values())
+        complaints.setdefault(_pointer_of(error, body), []).append(error)
+    return [
+        Problem(pointer, here[0]["type"], _message_of(here, schema)) for pointer, here in complaints.items()
+    ]
 
 
 def to_pointer(parts: Sequence[int | str]) -> str:
@@ -105,30 +112,31 @@ def _tag_field(error: dict[str, Any]) -> list[str]:
     return [error["ctx"]["discriminator"].strip("'")] if error["type"] in {NO_TAG, WRONG_TAG} else []
 
 
-def _joined(first: Problem, second: Problem) -> Problem:
-    """One problem out of two at one place: members of a union each say why the value is none of theirs."""
-    if second.message in first.message:
-        return first
-    return Problem(first.pointer, first.code, f"{first.message}; or: {second.message}")
+def _message_of(errors: Sequence[dict[str, Any]], schema: Schema) -> str:
+    rules = "; or: ".join(dict.fromkeys(_rule_of(error, schema) for error in errors))
+    names_the_value = errors[0]["type"] not in PYDANTICS_OWN or errors[0]["type"] in SPELT_OUT
+    return rules if names_the_value else f"{rules}; got {_shown(errors[0]['input'])}"
 
 
-def _message_of(error: dict[str, Any], schema: Schema) -> str:
+def _rule_of(error: dict[str, Any], schema: Schema) -> str:
     kind, location = error["type"], error["loc"]
-    if "pointer" in error.get("ctx", {}):
-        return str(error["msg"])
     if kind == "missing":
-        return f"{_last(location)!r} is required here"
+        return f"{location[-1]!r} is required here" if location else "a JSON body is required"
     if kind in EXTRA:
-        known = ", ".join(sorted(_fields_at(schema, location[:-1])))
-        return f"unknown field {_last(location)!r}; known here: {known}"
+        return f"unknown field {location[-1]!r}; known here: {_listed(_fields_at(schema, location[:-1]))}"
     if kind == NO_TAG:
-        tags = ", ".join(sorted(_tags_at(schema, location)))
-        return f"{error['ctx']['discriminator']} is required here; one of: {tags}"
-    return f"{error['msg']}; got {_shown(error.get('input'))}"
+        return (
+            f"{error['ctx']['discriminator']} is required here; one of: {_listed(_tags_at(schema, location))}"
+        )
+    if kind == WRONG_TAG:
+        return f"{error['ctx']['tag']!r} is none of: {_listed(_tags_at(schema, location))}"
+    if kind in NO_OBJECT:
+        return "Input should be a JSON object"
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
-def _last(location: Location) -> str:
-    return str(location[-1]) if location else "body"
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""`fraternal quickstart`, the program behind `make sweep`: from nothing to a checked model, then all is stopped.
+"""`fraternal quickstart`, which `make sweep` runs: from nothing to a checked model, and then all is stopped.
 
 It runs the service as a process of its own and talks to it over HTTP, as any client does. A signal never
 breaks into the middle of something: it is noted, and looked for in every pause, so that whatever was started

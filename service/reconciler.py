@@ -19,7 +19,9 @@ MOST_FRUITLESS_LAUNCHES = 5
 class Reconciler:
     """Looks at every open sweep twice a second, in a thread of its own."""
 
-    def __init__(self, records: Records, storage: BaseStorage, launcher: Launcher, running_sweeps: int) -> None:
+    def __init__(
+        self, records: Records, storage: BaseStorage, launcher: Launcher, running_sweeps: int
+    ) -> None:
         self._records = records
         self._storage = storage
         self._launcher = launcher
@@ -64,7 +66,9 @@ class Reconciler:
                 self._start_driver(record)
 
     def _needs_driver(self, record: SweepRecord) -> bool:
-        if record.driver is None:  # claimed; its driver is being started, or was lost before it was written down
+        if (
+            record.driver is None
+        ):  # claimed; its driver is being started, or was lost before it was written down
             return record.lease_expired
         return record.lease_expired or not self._launcher.is_alive(record.driver)
 
@@ -86,7 +90,9 @@ class Reconciler:
 
     def _give_up(self, record: SweepRecord, fruitless: int) -> None:
         words = self._launcher.log_tail(record.id)
-        reason = f"{fruitless} drivers in a row died before an epoch was done; the last one's log ends: {words}"
+        reason = (
+            f"{fruitless} drivers in a row died before an epoch was done; the last one's log ends: {words}"
+        )
         self._close(record, "failed", reason, Failure("infrastructure", "the sweep's drivers kept dying"))
 
     def _cancel(self, record: SweepRecord) -> None:

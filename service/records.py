@@ -159,7 +159,9 @@ class Records:
         """Wish for a sweep's end; False if it has ended by itself."""
         running = (sweeps.c.id == sweep_id) & sweeps.c.state.in_(("queued", "running"))
         with self.engine.begin() as connection:
-            changed = connection.execute(update(sweeps).where(running).values(desired_state="cancelled")).rowcount
+            changed = connection.execute(
+                update(sweeps).where(running).values(desired_state="cancelled")
+            ).rowcount
             if changed:
                 connection.execute(_event(sweep_id, "cancel_requested", {}))
         return bool(changed)
@@ -200,7 +202,9 @@ class Records:
         with self.engine.begin() as connection:
             moved = connection.execute(update(sweeps).where(at_generation).values(values)).rowcount == 1
             if moved:
-                connection.execute(_event(sweep_id, kind, {"generation": values.get("generation", generation)}))
+                connection.execute(
+                    _event(sweep_id, kind, {"generation": values.get("generation", generation)})
+                )
         return moved
 
     def count_epochs(self, sweep_id: str, number: int | None = None) -> int:
@@ -260,7 +264,11 @@ class SweepJournal:
     def record_epoch(self, number: int, attempt: int, epoch: Mapping[str, Any]) -> None:
         key = {"sweep_id": self._sweep_id, "number": number, "epoch": epoch["epoch"]}
         values = {name: value for name, value in epoch.items() if name in epochs.c}
-        same = (epochs.c.sweep_id == self._sweep_id) & (epochs.c.number == number) & (epochs.c.epoch == epoch["epoch"])
+        same = (
+            (epochs.c.sweep_id == self._sweep_id)
+            & (epochs.c.number == number)
+            & (epochs.c.epoch == epoch["epoch"])
+        )
         with self._engine.begin() as connection:
             self._renew(connection)
             connection.execute(delete(epochs).where(same))

@@ -289,7 +289,7 @@ def _comparison_remarks(compared: tuple[str, str], comparison: Comparison) -> It
     yield f"{compared[0]} against {compared[1]}: {comparison_line(comparison)}."
     first, second = comparison.first.n, comparison.second.n
     if not _could_differ(first, second):
-        yield f"{first} against {second} trials are too few for any claim: no result could reach p < {SIGNIFICANT}"
+        yield f"{first} against {second} trials are too few for any claim: no p could be below {SIGNIFICANT}."
     elif comparison.p >= SIGNIFICANT:
         needed = trials_for_power(comparison)
         more = (

@@ -53,7 +53,6 @@ def _require_json(request: Request) -> None:
 
 Controller = Annotated[SweepController, Depends(_controller)]
 
-router = APIRouter()
 sweeps = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
 health = APIRouter(tags=["health"])
 
@@ -131,5 +130,4 @@ def home() -> RedirectResponse:
     return RedirectResponse("/dashboard")
 
 
-router.include_router(sweeps)
-router.include_router(health)
+ROUTERS = (sweeps, health)

@@ -57,10 +57,10 @@ def serve_until_stopped(**given: Any) -> None:
         listener.listen()
         _announce(settings, listener)
         server.run(sockets=[listener])
-    print(
-        "stopped, and the drivers too" if settings.stop_drivers else "stopped; running sweeps' drivers go on",
-        flush=True,
+    drivers = (
+        "the drivers are stopped too" if settings.stop_drivers else "the drivers of running sweeps go on"
     )
+    print(f"stopped; {drivers}", flush=True)
     if server.told_by == signal.SIGINT:
         raise SystemExit(INTERRUPTED)
 
@@ -114,8 +114,9 @@ def _listening(settings: Settings) -> Iterator[socket.socket]:
         try:
             listener.bind((settings.host, settings.port))
         except OSError as error:
+            where = f"{settings.host} port {settings.port}"
             raise CommandFailed(
-                f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; choose another with --port"
+                f"cannot listen on {where}: {error.strerror}; choose another with --port"
             ) from error
         yield listener
 

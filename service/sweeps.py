@@ -48,7 +48,12 @@ class SweepController:
     """The verbs of the API, without HTTP."""
 
     def __init__(
-        self, records: Records, storage: BaseStorage, store: CheckpointStore, launcher: Launcher, data_dir: Path
+        self,
+        records: Records,
+        storage: BaseStorage,
+        store: CheckpointStore,
+        launcher: Launcher,
+        data_dir: Path,
     ) -> None:
         self.records = records
         self.storage = storage
@@ -101,7 +106,9 @@ class SweepController:
         """In the order of their numbers. Raises SweepNotFound."""
         record = self.records.get_sweep(sweep_id)
         latest = self.records.latest_epochs(sweep_id)
-        return [TrialView(**_trial_fields(record, row, latest.get(row.number))) for row in self._rows(sweep_id)]
+        return [
+            TrialView(**_trial_fields(record, row, latest.get(row.number))) for row in self._rows(sweep_id)
+        ]
 
     def trial(self, sweep_id: str, number: int) -> TrialDetail:
         """One trial with its whole curve. Raises SweepNotFound, TrialNotFound."""

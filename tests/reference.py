@@ -1,4 +1,4 @@
-"""The method written down a second time: float64, one formula a line, nothing shared with the code under test.
+"""The method written down a second time: float64, one formula a line, no code shared with what is tested.
 
 Masks and weights are given, so that losses and gradients can be compared to the last digits.
 """
@@ -21,13 +21,14 @@ def reference_pass(
     def drop(x: Tensor, mask: Tensor | None) -> Tensor:
         return x if mask is None else x * mask
 
+    masks = masks or Masks(None, None, (None,) * (config.layers - 1), None, (None,) * config.layers)
     table_VE = weights["embedding"]
-    if masks is not None and masks.embed_V is not None:
+    if masks.embed_V is not None:
         table_VE = table_VE * masks.embed_V[:, None]
-    x_TBE = drop(table_VE[tokens_TB], masks and masks.input_TBE)
+    x_TBE = drop(table_VE[tokens_TB], masks.input_TBE)
     raw = x_TBE
     for layer in range(config.layers):
-        matrix = drop(weights[f"lstms.{layer}.weight_hh_l0"], masks and masks.weights_4HH[layer])
+        matrix = drop(weights[f"lstms.{layer}.weight_hh_l0"], masks.weights_4HH[layer])
         h, c = state[layer][0][0], state[layer][1][0]
         outputs = []
         for x_BE in x_TBE:
@@ -39,7 +40,7 @@ def reference_pass(
             outputs.append(h)
         raw = torch.stack(outputs)
         is_last = layer == config.layers - 1
-        x_TBE = drop(raw, masks and (masks.output_TBH if is_last else masks.hidden_1BH[layer]))
+        x_TBE = drop(raw, masks.output_TBH if is_last else masks.hidden_1BH[layer])
     decoder_VH = weights["embedding"] if config.tied else weights["decoder"]
     return x_TBE @ decoder_VH.T + weights["decoder_bias"], raw, x_TBE
 

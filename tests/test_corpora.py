@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler
 
 import numpy as np
 import pytest
@@ -210,6 +213,7 @@ def test_capped_vocabulary_holds_the_most_frequent_types_and_what_it_leaves_out_
     left_out = counts.keys() - set(vocabulary.tokens)
     assert len(vocabulary) <= size
     assert (UNK in vocabulary.tokens) == (UNK in counts or with_unk or bool(left_out))
+    assert bool(left_out) == (len(counts.keys() | ({UNK} if with_unk else set())) > size)
     assert len(vocabulary) == size or not left_out
     assert not left_out & {EOS, UNK}
     order = list(counts)
@@ -276,11 +280,12 @@ def test_directory_becomes_ids_counts_and_digests(tmp_path: Path) -> None:
     assert corpus.sha256 == {split: hashlib.sha256(TEXTS[split].encode()).hexdigest() for split in SPLITS}
 
 
-def test_token_absent_from_train_is_unk_which_is_the_last_id(tmp_path: Path) -> None:
-    corpus = load(write(tmp_path, valid="a dog and a cat\n"))
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_token_absent_from_train_is_unk_which_is_the_last_id(split: Split, tmp_path: Path) -> None:
+    corpus = load(write(tmp_path, **{split: "a dog and a cat\n"}))
     assert corpus.vocabulary.tokens == ("the", "cat", "sat", EOS, "dog", UNK)
-    assert words(corpus, "valid") == [UNK, "dog", UNK, UNK, "cat", EOS]
-    assert corpus.unk_counts == {"train": 0, "valid": 3, "test": 0}
+    assert words(corpus, split) == [UNK, "dog", UNK, UNK, "cat", EOS]
+    assert corpus.unk_counts == {"train": 0, "valid": 0, "test": 0, split: 3}
 
 
 def test_unk_of_the_text_is_not_counted(tmp_path: Path) -> None:
@@ -336,7 +341,7 @@ def test_check_accepts_a_head_that_ends_within_a_character(tmp_path: Path) -> No
     [
         (b"a" * 70_000 + b"\xff\n", "byte 70000"),
         ("é".encode()[:1], "unexpected end"),
-        ("\n \n", "2 tokens used of the train"),
+        ("\n \n", "the 2 tokens used of .* for train hold none"),
     ],
 )
 def test_text_that_only_the_whole_file_betrays_is_refused_by_the_load(
@@ -379,23 +384,36 @@ def digests(texts: Mapping[Split, str]) -> dict[Split, str]:
     return {split: hashlib.sha256(text.encode()).hexdigest() for split, text in texts.items()}
 
 
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
-    """A folder and the URL of a real server of it."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    folder = tmp_path / "site"
-    folder.mkdir()
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(folder))) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield folder, f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
-
-
 class QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+@contextmanager
+def serving(handler: Callable[..., BaseRequestHandler]) -> Iterator[str]:
+    """The URL of a real server, which ends with the block."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(autouse=True)
+def loopback_without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder and the URL it is served at."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    with serving(partial(QuietHandler, directory=str(folder))) as url:
+        yield folder, url
 
 
 def serve_files(site: tuple[Path, str]) -> Published:
@@ -413,6 +431,7 @@ def serve_archive(site: tuple[Path, str]) -> Published:
     return replace(PUBLISHED["wikitext2"], base=base, sha256=digests(TEXTS))
 
 
+TRAIN_DEFLATED = zlib.compress(TEXTS["train"].encode(), wbits=-15)[:9]
 Serve = Callable[[tuple[Path, str]], Published]
 both_forms = pytest.mark.parametrize("serve", [serve_files, serve_archive])
 
@@ -452,20 +471,31 @@ def test_other_content_is_refused_and_none_of_it_is_kept(
     assert files_in(tmp_path) == []
 
 
-def test_archive_that_is_none_or_lacks_a_member_is_refused(site: tuple[Path, str], tmp_path: Path) -> None:
+def test_archive_without_a_split_is_refused(site: tuple[Path, str], tmp_path: Path) -> None:
+    published = serve_archive(site)
+    renamed = replace(published, files={**published.files, "valid": "wiki.dev"})
+    with pytest.raises(CorpusError, match=r"wiki\.dev"):
+        download(renamed, tmp_path / "corpora" / "x")
+    assert files_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda raw: raw[:-30], lambda raw: raw.replace(TRAIN_DEFLATED, b"\xff" * 9)]
+)
+def test_spoilt_archive_is_refused(
+    spoil: Callable[[bytes], bytes], site: tuple[Path, str], tmp_path: Path
+) -> None:
     published = serve_archive(site)
     archive = site[0] / "wikitext-2-v1.zip"
-    with pytest.raises(CorpusError, match=r"wiki\.dev"):
-        download(
-            replace(published, files={**published.files, "valid": "wiki.dev"}), tmp_path / "corpora" / "x"
-        )
-    archive.write_bytes(archive.read_bytes()[:-30])
-    with pytest.raises(CorpusError, match="BadZipFile"):
+    spoilt = spoil(archive.read_bytes())
+    assert spoilt != archive.read_bytes()
+    archive.write_bytes(spoilt)
+    with pytest.raises(CorpusError, match="gives no download"):
         download(published, tmp_path / "corpora" / "x")
     assert files_in(tmp_path) == []
 
 
-def test_download_cut_short_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_cut_short_is_refused(tmp_path: Path) -> None:
     class CutShort(QuietHandler):
         def send_head(self) -> io.BytesIO:
             self.send_response(200)
@@ -473,15 +503,9 @@ def test_download_cut_short_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
             self.end_headers()
             return io.BytesIO(b"the cat")
 
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with ThreadingHTTPServer(("127.0.0.1", 0), CutShort) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        with pytest.raises(CorpusError, match="IncompleteRead"):
-            download(replace(PUBLISHED["ptb"], base=f"http://127.0.0.1:{server.server_port}/"), tmp_path)
-        server.shutdown()
-        thread.join()
-    assert list(tmp_path.iterdir()) == []
+    with serving(CutShort) as url, pytest.raises(CorpusError, match="IncompleteRead"):
+        download(replace(PUBLISHED["ptb"], base=url), tmp_path / "corpora" / "x")
+    assert files_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["ptb", "wikitext2"])
@@ -496,8 +520,7 @@ def test_corpus_that_is_neither_here_nor_served_names_the_place_the_files_and_th
     assert error.pointer == "/name"
 
 
-def test_unreachable_source_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+def test_unreachable_source_is_an_error_of_ours(tmp_path: Path) -> None:
     published = {"ptb": replace(PUBLISHED["ptb"], base="http://127.0.0.1:1/")}
     assert "refused" in str(refusal(NamedCorpus(name="ptb"), tmp_path, published))
 

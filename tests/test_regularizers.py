@@ -1,4 +1,4 @@
-"""The laws of the regularizers. T=5, B=3, V=11: a different size on every axis, so that a transposition fails."""
+"""The laws of the regularizers. T=5, B=3, V=11: every axis has a size of its own."""
 
 import math
 from dataclasses import replace

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.awd_lstm import AWDLSTM, Masks
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
 from regularizers.table import REGULARIZERS
+from tests.reference import reference_loss
 from trials.spec import TrainingConfig
 from trials.training import (
     STEPS_BETWEEN_CHECKS,
@@ -72,9 +73,10 @@ def assert_equal_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> No
 
 @pytest.mark.parametrize("name", sorted(REGULARIZERS))
 def test_every_regularizer_learns_a_simple_text(name: str) -> None:
-    training = build(replace(CONFIG, epochs=8), Regularization(name), train=text(3000, 1))
-    first, *_, last = training.epochs()
-    assert last.valid_loss < 0.8 * math.log(V)
+    model = replace(MODEL, embedding_size=16, layers=1, weight_p=0.2)
+    config = replace(CONFIG, epochs=3, batch_size=10, clip=2.0)
+    first, *_, last = build(config, Regularization(name), model, train=text(1500, 1)).epochs()
+    assert last.valid_loss < 0.6 * math.log(V)
     assert last.train_loss < first.train_loss
 
 
@@ -82,14 +84,17 @@ SHAPES = itertools.product((True, False), (8, 6), (1, 2, 3))
 
 
 @pytest.mark.parametrize(("tied", "hidden_size", "layers"), list(SHAPES))
-def test_every_shape_trains(tied: bool, hidden_size: int, layers: int) -> None:
+def test_training_lowers_the_loss_of_every_shape(tied: bool, hidden_size: int, layers: int) -> None:
     model = replace(KEPT, tied=tied, hidden_size=hidden_size, layers=layers)
-    first, *_, last = build(replace(CONFIG, epochs=6, lr=10.0), model=model).epochs()
-    assert last.train_loss < first.train_loss - 0.01
+    training = build(replace(CONFIG, epochs=1, lr=1.0), Regularization(), model)
+    before = evaluate(training.model, TRAIN)
+    list(training.epochs())
+    assert evaluate(training.model, TRAIN) < before - 3e-4
 
 
 def test_same_seed_gives_the_same_epochs_bit_for_bit_whatever_the_global_generator_does() -> None:
-    one, again, other = build(), build(), build(seed=2)
+    config = replace(CONFIG, epochs=2)
+    one, again, other = build(config), build(config), build(config, seed=2)
     for training in (one, again, other):
         torch.rand(3)
         list(training.epochs())
@@ -101,7 +106,7 @@ def test_same_seed_gives_the_same_epochs_bit_for_bit_whatever_the_global_generat
 
 
 def test_each_step_is_clipped_sgd_with_weight_decay_at_a_rate_scaled_by_the_windows_length() -> None:
-    """Two windows, of 5 and of 3 steps, the state carried from one to the other; written down here once more."""
+    """Two windows, of 5 and of 3 steps, the state carried between them; written down here once more."""
     config = replace(CONFIG, epochs=1, bptt=5, windows="fixed", lr=2.0, clip=0.05, weight_decay=0.1)
     training = build(config, Regularization(), KEPT, train=TRAIN[: 3 * 9])
     model = build(config, Regularization(), KEPT).model
@@ -117,7 +122,7 @@ def test_each_step_is_clipped_sgd_with_weight_decay_at_a_rate_scaled_by_the_wind
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 step = gradient * min(1, 0.05 / norms[-1]) + 0.1 * parameter
-                parameter -= 2.0 * (end - start) / 5 * step
+                parameter.sub_(2.0 * (end - start) / 5 * step)
     (epoch,) = training.epochs()
     for parameter, expected in zip(training.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
@@ -136,24 +141,52 @@ def test_train_loss_is_the_mean_over_all_tokens_however_they_are_cut() -> None:
     assert min(epoch.penalty, epoch.ar, epoch.tar) > 0
 
 
+class Recorder:
+    """Stands in for a model's draw_masks, and remembers what it drew."""
+
+    def __init__(self, model: AWDLSTM) -> None:
+        self.drawn: list[Masks] = []
+        self._draw_masks = model.draw_masks
+
+    def __call__(self, *arguments: Any) -> Masks:
+        self.drawn.append(self._draw_masks(*arguments))
+        return self.drawn[-1]
+
+
+@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+@pytest.mark.parametrize("stop_gradient", [True, False])
+def test_what_a_step_optimises_is_the_reference(
+    monkeypatch: pytest.MonkeyPatch, name: str, stop_gradient: bool
+) -> None:
+    """One window an epoch, in float64: its loss and the norm of its gradient."""
+    config = replace(CONFIG, epochs=1, bptt=10, windows="fixed")
+    regularization = Regularization(name, 0.3, alpha=2, beta=1, eld_stop_gradient=stop_gradient)
+    training = build(config, regularization, train=TRAIN[: 3 * 11])
+    training.model.double()
+    weights = {key: tensor.requires_grad_() for key, tensor in training.weights_to_use().items()}
+    recorder = Recorder(training.model)
+    monkeypatch.setattr(training.model, "draw_masks", recorder)
+    (epoch,) = training.epochs()
+    columns_TB = torch.from_numpy(TRAIN[: 3 * 11].astype(np.int64)).view(3, 11).t()
+    assert len(recorder.drawn) == (2 if REGULARIZERS[name].second_pass == "new_masks" else 1)
+    loss = reference_loss(
+        weights, MODEL, regularization, 0.3,
+        columns_TB[:-1], columns_TB[1:], training.model.zero_state(3), recorder.drawn[0], recorder.drawn[-1],
+    )  # fmt: skip
+    gradients = torch.autograd.grad(loss, list(weights.values()))
+    assert epoch.optimised == pytest.approx(loss.item(), abs=1e-10)
+    assert epoch.gradient_norm == pytest.approx(nn.utils.get_total_norm(gradients).item(), rel=1e-10)
+
+
 def test_no_two_passes_share_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     training = build(replace(CONFIG, epochs=2))
-    drawn: list[Masks] = []
-    draw_masks = training.model.draw_masks
-
-    def recorded(*arguments: Any) -> Masks:
-        drawn.append(draw_masks(*arguments))
-        return drawn[-1]
-
-    monkeypatch.setattr(training.model, "draw_masks", recorded)
+    recorder = Recorder(training.model)
+    monkeypatch.setattr(training.model, "draw_masks", recorder)
     list(training.epochs())
-    assert len(drawn) == 2 * training.state()[1]["steps"]
-    kept = {
-        tuple(weights.flatten().tolist())
-        for weights in (masks.weights_4HH[0] for masks in drawn)
-        if weights is not None
-    }
-    assert len(kept) == len(drawn)
+    assert len(recorder.drawn) == 2 * training.state()[1]["steps"]
+    weights = [masks.weights_4HH[0] for masks in recorder.drawn]
+    kept = {tuple(mask.flatten().tolist()) for mask in weights if mask is not None}
+    assert len(kept) == len(recorder.drawn)
 
 
 def test_only_the_first_passs_state_is_carried() -> None:
@@ -281,7 +314,7 @@ def test_without_averaging_there_is_no_switch() -> None:
 
 
 def test_best_is_every_epoch_below_all_earlier_ones() -> None:
-    results = list(build(replace(SWITCHING, averaging="none", epochs=8)).epochs())
+    results = list(build(replace(SWITCHING, averaging="none", epochs=5)).epochs())
     losses = [result.valid_loss for result in results]
     assert [result.is_best for result in results] == [
         all(loss < earlier for earlier in losses[:epoch]) for epoch, loss in enumerate(losses)
@@ -301,28 +334,40 @@ def saved_and_read(
     )
 
 
-@pytest.mark.parametrize("epochs_before", [1, 2, 3, 4, 5])
-def test_training_that_goes_on_equals_training_that_never_stopped(epochs_before: int) -> None:
-    """Before, at and after the switch, and into a Training of another starting point."""
-    config = replace(SWITCHING, epochs=6)
-    assert 2 < first_averaged_epoch(config) < 6
-    whole, halves = build(config), build(config)
-    states = {result.epoch: whole.state() for result in whole.epochs()}
-    halves.load_state(*saved_and_read(states[epochs_before]))
-    assert len(list(halves.epochs())) == 6 - epochs_before
-    assert untimed(halves.history) == untimed(whole.history)
-    assert_equal_weights(halves.state()[0], whole.state()[0])
-    assert_equal_weights(halves.weights_to_use(), whole.weights_to_use())
+Undisturbed = tuple[Training, dict[int, tuple[dict[str, Tensor], dict[str, Any]]]]
 
 
-def test_going_back_to_an_earlier_state_undoes_the_switch() -> None:
-    config = replace(SWITCHING, epochs=6)
-    training = build(config)
+@pytest.fixture(scope="module")
+def undisturbed() -> Undisturbed:
+    """Six epochs, averaging from somewhere in between, and the state after each."""
+    training = build(replace(SWITCHING, epochs=6))
     states = {result.epoch: training.state() for result in training.epochs()}
-    history = untimed(training.history)
+    assert not training.history[1].averaged
+    assert training.history[4].averaged
+    return training, states
+
+
+@pytest.mark.parametrize("epochs_before", [1, 2, 3, 4, 5])
+def test_training_that_goes_on_equals_training_that_never_stopped(
+    undisturbed: Undisturbed, epochs_before: int
+) -> None:
+    """From before, at and after the switch. The later epochs have not moved what `state` gave earlier."""
+    whole, states = undisturbed
+    resumed = build(replace(SWITCHING, epochs=6))
+    resumed.load_state(*saved_and_read(states[epochs_before]))
+    assert len(list(resumed.epochs())) == 6 - epochs_before
+    assert untimed(resumed.history) == untimed(whole.history)
+    assert_equal_weights(resumed.state()[0], whole.state()[0])
+    assert_equal_weights(resumed.weights_to_use(), whole.weights_to_use())
+
+
+def test_a_training_that_has_switched_can_go_back_to_before_the_switch(undisturbed: Undisturbed) -> None:
+    whole, states = undisturbed
+    training = build(replace(SWITCHING, epochs=6))
+    training.load_state(*states[6])
     training.load_state(*states[1])
     list(training.epochs())
-    assert untimed(training.history) == history
+    assert untimed(training.history) == untimed(whole.history)
 
 
 def test_epochs_stop_where_the_consumer_stops_and_go_on_from_there() -> None:
@@ -347,7 +392,8 @@ def test_a_diverging_trial_ends_within_the_epoch_and_yields_nothing_of_it() -> N
 
 
 def test_weights_spoilt_by_the_last_step_are_found_by_validation() -> None:
-    training = build(replace(CONFIG, lr=1e38, bptt=100, windows="fixed"), train=TRAIN[: 3 * 50])
+    config = replace(CONFIG, lr=1e38, weight_decay=1e6, bptt=50, windows="fixed")
+    training = build(config, train=TRAIN[: 3 * 50])
     with pytest.raises(Diverged, match=r"the validation loss is (nan|inf) after step 1 of epoch 1"):
         list(training.epochs())
 

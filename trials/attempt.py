@@ -91,7 +91,9 @@ def _report(task: Task, store: CheckpointStore, training: Training, result: Epoc
         finished=result.epoch == task.config.training.epochs,
         best_epoch=best.epoch,
         best_valid_loss=best.valid_loss,
-        checkpoint_sha256=store.best_sha256(task.sweep_id, task.number) if best.epoch == result.epoch else None,
+        checkpoint_sha256=store.best_sha256(task.sweep_id, task.number)
+        if best.epoch == result.epoch
+        else None,
         device=task.device,
     )
 

@@ -61,7 +61,10 @@ def write_best(path: Path, checkpoint: BestCheckpoint) -> None:
 
 def pack_state(tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, bytes]:
     """The files of a `last` archive from what Training.state() gives."""
-    return {"training.safetensors": safetensors.torch.save(_contiguous(tensors)), "training.json": _to_json(values)}
+    return {
+        "training.safetensors": safetensors.torch.save(_contiguous(tensors)),
+        "training.json": _to_json(values),
+    }
 
 
 def unpack_state(files: dict[str, bytes], where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -327,8 +327,8 @@ def _tokens(corpus: CorpusSpec, split: Split, raw: bytes) -> list[str]:
     tokens = list(islice(tokenise(text), limits[split]))
     if all(token == EOS for token in tokens):
         raise CorpusError(
-            f"a split needs a word; the {len(tokens)} tokens used of the {split} split of {source} hold none: "
-            f"add text, or raise {split}_tokens where that is set",
+            f"a split needs at least one word; the {len(tokens)} tokens used of {source} for {split} "
+            f"hold none: add text, or raise {split}_tokens where that is set",
             pointer,
         )
     return tokens

@@ -4,19 +4,21 @@ Only the driver that holds a sweep's lease writes trial rows, and it does so her
 """
 
 import math
+import warnings
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 import optuna
-from optuna.pruners import BasePruner, NopPruner, SuccessiveHalvingPruner
+from optuna.exceptions import ExperimentalWarning
+from optuna.pruners import BasePruner, NopPruner
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from trials.corpora import CorpusSpec
 from trials.samplers import build_sampler, suggest
-from trials.spec import Pruner, SweepSpec, TrialConfig
+from trials.spec import SuccessiveHalving, SweepSpec, TrialConfig
 from trials.store import CheckpointStore
 
 FailureClass = Literal["diverged", "out_of_memory", "infrastructure", "user_error", "cancelled"]
@@ -83,6 +85,10 @@ class StudyLedger:
 
     A ledger that is opened on a study with RUNNING rows hands those out first, under their own numbers and with
     their own parameters: they are what an earlier driver left behind.
+
+    A crash may come between any two writes. So what must not be done twice is written last: an epoch's row in the
+    journal after all else about it, the class of a failure after its message. An attempt reports the latest
+    recorded epoch again, and what should have followed it then follows.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class StudyLedger:
         self._sweep_id = sweep_id
         self._journal = journal
         self._store = store
+        journal.beat()
         self._study = open_study(spec, sweep_id, storage)
         self._trials: dict[int, Trial] = {}
         self._created = 0
@@ -99,8 +106,14 @@ class StudyLedger:
         for row in self._study.get_trials(deepcopy=False):
             self._created += 1
             if not row.state.is_finished():
-                self._trials[row.number] = Trial(self._study, row._trial_id)
-                self._waiting.append(row.number)
+                self._adopt(row)
+
+    def _adopt(self, row: FrozenTrial) -> None:
+        self._trials[row.number] = Trial(self._study, row._trial_id)
+        if "failure_class" in row.user_attrs:  # it had ended
+            self._tell(self._trials[row.number], TrialState.FAIL)
+        else:
+            self._waiting.append(row.number)
 
     @property
     def exhausted(self) -> bool:
@@ -148,11 +161,14 @@ class StudyLedger:
         )
 
     def record(self, task: Task, report: Report) -> bool:
-        """Write a report down; True if the trial goes on."""
+        """Write a report down; True if the trial goes on. To write one down again changes nothing."""
         self._journal.beat()
         trial = self._trials[task.number]
         if report.epoch is not None:
             self._record_epoch(trial, task, report, report.epoch)
+        if report.failure is not None and report.failure.failure_class == "infrastructure":
+            self.lost(task, report.failure.message)
+            return False
         if report.failure is not None:
             self._fail(trial, report.failure)
             return False
@@ -165,26 +181,33 @@ class StudyLedger:
         return True
 
     def _record_epoch(self, trial: Trial, task: Task, report: Report, epoch: Mapping[str, Any]) -> None:
-        self._journal.record_epoch(task.number, task.attempt, epoch)
         if report.best_epoch == epoch["epoch"]:
             trial.set_user_attr("best_epoch", report.best_epoch)
             trial.set_user_attr("best_valid_loss", report.best_valid_loss)
             trial.set_user_attr("checkpoint_sha256", report.checkpoint_sha256)
         if trial.user_attrs.get("device") != report.device:
             trial.set_user_attr("device", report.device)
-        if epoch["epoch"] in intermediate_epochs(task.config.training.epochs):
+        known = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
+        if epoch["epoch"] in intermediate_epochs(task.config.training.epochs) - known.keys():
             trial.report(perplexity(epoch["valid_loss"]), epoch["epoch"])
+        if epoch["epoch"] > task.recorded_epochs:
+            self._journal.record_epoch(task.number, task.attempt, epoch)
 
     def lost(self, task: Task, message: str) -> None:
-        """The worker of this task died: try the trial again, unless that has happened too often."""
+        """This attempt came to nothing: try the trial again, unless that has happened too often."""
         self._journal.beat()
         trial = self._trials[task.number]
         failures = int(trial.user_attrs.get("failures", 0)) + 1
         trial.set_user_attr("failures", failures)
         if failures > self._spec.retry.max_failures:
-            self._fail(trial, Failure("infrastructure", f"the worker died {failures} times; the last time: {message}"))
+            self._fail(
+                trial,
+                Failure("infrastructure", f"the worker died {failures} times; the last time: {message}"),
+            )
         else:
-            self._journal.record_event("trial_lost", number=task.number, attempt=task.attempt, message=message)
+            self._journal.record_event(
+                "trial_lost", number=task.number, attempt=task.attempt, message=message
+            )
             self._waiting.append(task.number)
 
     def _fail(self, trial: Trial, failure: Failure) -> None:
@@ -212,13 +235,14 @@ def open_study(spec: SweepSpec, sweep_id: str, storage: BaseStorage) -> optuna.S
         study_name=sweep_id,
         storage=storage,
         sampler=build_sampler(spec),
-        pruner=WithinArms(build_pruner(spec.pruner), spec, storage),
+        pruner=build_pruner(spec),
         direction="minimize",
         load_if_exists=True,
     )
     if not study.metric_names:
-        study.set_metric_names(["valid_perplexity"])
         study.set_user_attr("name", spec.name)
+        with warnings.catch_warnings(category=ExperimentalWarning, action="ignore"):
+            study.set_metric_names(["valid_perplexity"])
     return study
 
 
@@ -235,47 +259,51 @@ def close_open_trials(sweep_id: str, storage: BaseStorage, failure: Failure) -> 
 
 
 def _set_failure(trial: Trial, failure: Failure) -> None:
-    trial.set_user_attr("failure_class", failure.failure_class)
     trial.set_user_attr("failure_message", failure.message[-4000:])
+    trial.set_user_attr("failure_class", failure.failure_class)
 
 
-class WithinArms(BasePruner):
-    """Let a pruner compare a trial with the trials of its own arm only, and never prune one at its last epoch.
+class HalvingWithinArms(BasePruner):
+    """Asynchronous successive halving (Li et al. 2018) that compares a trial with those of its own arm.
 
     Arms whose curves cross would otherwise prune one another, and the comparison between them would be of who
-    starts faster.
+    starts faster. Which rung a trial has reached is read off its intermediate values: a decision that a crash
+    undid is made again, where Optuna's pruner, which writes rungs down, would let the trial pass.
     """
 
-    def __init__(self, pruner: BasePruner, spec: SweepSpec, storage: BaseStorage) -> None:
-        self._pruner = pruner
+    def __init__(self, spec: SweepSpec, halving: SuccessiveHalving) -> None:
         self._spec = spec
-        self._storage = storage
+        self._halving = halving
+        self._rungs = rung_epochs(halving, spec.training.epochs)
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        if trial.last_step is None or trial.last_step >= self._spec.training.epochs:
+        epoch = trial.last_step
+        if epoch not in self._rungs:
             return False
-        arm = _ArmView(study.study_name, self._storage, self._spec, self._spec.arm_of(trial.number))
-        return self._pruner.prune(arm, trial)
+        arm = self._spec.arm_of(trial.number)
+        there = sorted(
+            row.intermediate_values[epoch]
+            for row in study.get_trials(deepcopy=False)
+            if epoch in row.intermediate_values and self._spec.arm_of(row.number) == arm
+        )
+        passing = max(1, len(there) // self._halving.reduction_factor)
+        return trial.intermediate_values[epoch] > there[passing - 1]
 
 
-class _ArmView(optuna.Study):
-    """A study in which only one arm's trials are seen."""
-
-    def __init__(self, name: str, storage: BaseStorage, spec: SweepSpec, arm: str) -> None:
-        super().__init__(study_name=name, storage=storage)
-        self._spec = spec
-        self._arm = arm
-
-    def get_trials(
-        self, deepcopy: bool = True, states: Container[TrialState] | None = None
-    ) -> list[FrozenTrial]:
-        return [row for row in super().get_trials(deepcopy, states) if self._spec.arm_of(row.number) == self._arm]
+def build_pruner(spec: SweepSpec) -> BasePruner:
+    return HalvingWithinArms(spec, spec.pruner) if spec.pruner.name == "successive_halving" else NopPruner()
 
 
-def build_pruner(pruner: Pruner) -> BasePruner:
-    if pruner.name == "successive_halving":
-        return SuccessiveHalvingPruner(min_resource=pruner.min_epochs, reduction_factor=pruner.reduction_factor)
-    return NopPruner()
+def rung_epochs(halving: SuccessiveHalving, epochs: int) -> frozenset[int]:
+    """The epochs after which a trial may be pruned: min_epochs times powers of the reduction factor, or the next
+    that Optuna hears of; never the last.
+    """
+    reported = sorted(intermediate_epochs(epochs))
+    rungs, rung = set(), halving.min_epochs
+    while rung < epochs:
+        rungs.add(next(epoch for epoch in reported if epoch >= rung))
+        rung *= halving.reduction_factor
+    return frozenset(rungs - {epochs})
 
 
 def intermediate_epochs(epochs: int) -> frozenset[int]:

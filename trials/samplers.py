@@ -1,4 +1,4 @@
-"""Samplers by name. Ours is counter-based: what a trial draws depends on nothing but (seed, draw, parameter)."""
+"""Samplers by name. Ours is counter-based: what a trial draws is a function of (seed, draw, parameter)."""
 
 import hashlib
 import math
@@ -50,10 +50,15 @@ def value_at(u: float, distribution: BaseDistribution) -> Any:
         case IntDistribution(low=low, high=high):
             return low + int(u * (high - low + 1))
         case FloatDistribution(low=low, high=high, log=True):
-            return min(high, math.exp(math.log(low) + u * (math.log(high) - math.log(low))))
+            return _between(low, high, math.exp(math.log(low) + u * (math.log(high) - math.log(low))))
         case FloatDistribution(low=low, high=high):
-            return low + u * (high - low)
+            return _between(low, high, low + u * (high - low))
     raise TypeError(f"no quantile for {distribution!r}")
+
+
+def _between(low: float, high: float, value: float) -> float:
+    """Rounding may carry a quantile past the ends."""
+    return min(high, max(low, value))
 
 
 def suggest(trial: Trial, name: str, choices: Choice | Uniform | LogUniform | Integer) -> Any:

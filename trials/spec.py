@@ -1,18 +1,29 @@
 """The wire format of a sweep: everything a client may ask for, and nothing else. No ray, no torch.
 
-A `SweepSpec` names a corpus and a base configuration (`model`, `training`, `regularization`), the `arms` to compare and the
-`space` to sample from. Trial n belongs to arm n mod A and to draw n div A, so that arms share their draws: they are paired.
+A `SweepSpec` names a corpus and a base configuration (`model`, `training`, `regularization`), the `arms` to
+compare and the `space` to sample from. Trial n belongs to arm n mod A and to draw n div A, so that arms share
+their draws: they are paired.
+
+Nothing is converted: JSON's true is no number, "3" is none, and 3.5 is no count.
 """
 
 import dataclasses
 import hashlib
-import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_json
 
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
@@ -24,12 +35,15 @@ CLOSED = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Text = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Scalar = bool | int | FiniteFloat | Text
+Factor = Annotated[FiniteFloat, Field(ge=0, strict=True)]
+Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
+"""What the study, which keeps parameters as floats, gives back unchanged."""
 
 
 class Wire(BaseModel):
     """A frozen, closed piece of the wire format."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -68,8 +82,12 @@ class Choice(Wire):
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
-        if len({(type(value), value) for value in self.values}) < len(self.values):
-            raise _problem("repeated_value", "a choice lists each value once; to weigh a value is not supported", "/values")
+        if len(set(self.values)) < len(self.values):
+            raise _problem(
+                "repeated_value",
+                "a choice lists each value once; to weigh a value is not supported",
+                "/values",
+            )
         return self
 
 
@@ -112,8 +130,8 @@ class Integer(Interval):
     """A whole number from low to high, both included."""
 
     type: Literal["integer"]
-    low: int
-    high: int
+    low: Whole
+    high: Whole
 
 
 Range = Annotated[Choice | Uniform | LogUniform | Integer, Field(discriminator="type")]
@@ -177,13 +195,31 @@ class TrialConfig:
 DROPOUTS = ("embed_p", "input_p", "hidden_p", "output_p", "weight_p")
 SECTION_OF: dict[str, str] = {
     field.name: section
-    for section, config in (("model", AWDLSTMConfig), ("training", TrainingConfig), ("regularization", Regularization))
+    for section, config in (
+        ("model", AWDLSTMConfig),
+        ("training", TrainingConfig),
+        ("regularization", Regularization),
+    )
     for field in dataclasses.fields(config)
-    if field.name != "epochs"  # a trial's length is the pruner's business; curves of one sweep stay comparable
+    if field.name
+    != "epochs"  # a trial's length is the pruner's business; curves of one sweep stay comparable
 }
 """The section of the base configuration that each parameter of an arm or of the space belongs to."""
 MULTIPLIERS: dict[str, str] = {f"{name}_multiplier": name for name in DROPOUTS}
-"""Parameters that multiply a base dropout rate, as in the paper's search."""
+"""Parameters that multiply a dropout rate, the arm's own where it has one, as in the paper's search."""
+
+_TRIAL_CONFIG = TypeAdapter(TrialConfig)
+_FACTORS = TypeAdapter(dict[str, Factor])
+
+
+def _as_written(config: type) -> BeforeValidator:
+    """Validate a section by the rules of JSON: in Python, pydantic would convert what only looks alike."""
+    adapter: TypeAdapter[Any] = TypeAdapter(config)
+
+    def validate(given: Any) -> Any:
+        return adapter.validate_json(to_json(given), strict=True) if isinstance(given, dict) else given
+
+    return BeforeValidator(validate)
 
 
 class SweepSpec(Wire):
@@ -195,16 +231,17 @@ class SweepSpec(Wire):
     """For people; need not be unique."""
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
     corpus: CorpusSpec
-    model: AWDLSTMConfig = AWDLSTMConfig()
-    training: TrainingConfig = TrainingConfig()
-    regularization: Regularization = Regularization()
+    model: Annotated[AWDLSTMConfig, _as_written(AWDLSTMConfig)] = AWDLSTMConfig()
+    training: Annotated[TrainingConfig, _as_written(TrainingConfig)] = TrainingConfig()
+    regularization: Annotated[Regularization, _as_written(Regularization)] = Regularization()
     arms: Annotated[dict[Name, dict[str, Scalar]], Field(min_length=1, max_length=32)] = {
         "fd": {"regularizer": "fraternal"},
         "eld": {"regularizer": "expectation_linear"},
     }
     """Named sets of fixed values to compare. A fixed value wins over the space and the base configuration."""
     space: dict[str, Range] = {}
-    """Where the other values are sampled from; `embed_p_multiplier` and its like multiply the base rate."""
+    """Where the other values are sampled from; `embed_p_multiplier` and its like multiply the arm's rate, or
+    the base configuration's where the arm fixes none."""
     sampler: RandomSampler = RandomSampler()
     pruner: Pruner = NoPruner()
     budget: Budget
@@ -216,44 +253,56 @@ class SweepSpec(Wire):
     @model_validator(mode="before")
     @classmethod
     def _expand_preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("preset") is None:
+        if not isinstance(given, dict) or not isinstance(name := given.get("preset"), str):
             return given
-        name = given["preset"]
         if name not in PRESETS:
-            raise _problem("unknown_preset", f"unknown preset {name!r}; known: {', '.join(sorted(PRESETS))}", "/preset")
+            known = ", ".join(sorted(PRESETS))
+            raise _problem("unknown_preset", f"unknown preset {name!r}; known: {known}", "/preset")
         return merged(PRESETS[name], given)
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:
+        """Whatever is sampled makes a valid trial: each end of each range does, and the widest products do."""
         for arm, fixed in self.arms.items():
             for parameter in fixed:
-                _check_known(parameter, f"/arms/{arm}/{parameter}")
-            self._check_values(arm, {}, f"/arms/{arm}")
+                _check_known(parameter, f"/arms/{arm}/{_escaped(parameter)}")
+            self._check_values(arm, {}, None)
         for parameter, choices in self.space.items():
-            _check_known(parameter, f"/space/{parameter}")
-            for arm, value in itertools.product(self.arms, choices.extremes):
-                if parameter not in self.arms[arm]:
+            _check_known(parameter, f"/space/{_escaped(parameter)}")
+            for arm in self.arms:
+                for value in choices.extremes:
                     self._check_values(arm, {parameter: value}, f"/space/{parameter}")
-                    self._check_values(arm, {parameter: value, **self._widest(MULTIPLIERS.get(parameter))}, f"/space/{parameter}")
+        for multiplier in self.space.keys() & MULTIPLIERS.keys():
+            for arm in self.arms:
+                widest = self._widest(arm, (multiplier, MULTIPLIERS[multiplier]))
+                self._check_values(arm, widest, f"/space/{multiplier}")
         if isinstance(self.baseline, str) and self.baseline not in self.arms:
+            arms = ", ".join(self.arms)
             raise _problem(
                 "unknown_baseline",
-                f"baseline {self.baseline!r} is no arm; arms: {', '.join(self.arms)}; or give a validation perplexity",
+                f"baseline {self.baseline!r} is no arm; arms: {arms}; or give a validation perplexity",
                 "/baseline",
             )
         return self
 
-    def _widest(self, parameter: str | None) -> dict[str, Scalar]:
-        """The largest value that the space lets this parameter take: what a multiplier of it must reckon with."""
-        return {parameter: max(self.space[parameter].extremes)} if parameter in self.space else {}  # type: ignore[type-var]
+    def _widest(self, arm: str, parameters: tuple[str, str]) -> dict[str, Scalar]:
+        """The largest values that an arm can draw for these, which are known to be numbers."""
+        open_ones = dict(self.sampled(arm))
+        return {name: max(open_ones[name].extremes) for name in parameters if name in open_ones}
 
-    def _check_values(self, arm: str, params: dict[str, Scalar], pointer: str) -> None:
+    def _check_values(self, arm: str, params: dict[str, Scalar], pointer: str | None) -> None:
+        """Blame `pointer`, or what the arm itself fixes, for a configuration that is out of bounds."""
         try:
             self.trial_config(arm, params)
         except ValidationError as error:
             first = error.errors()[0]
-            at = "/".join(str(part) for part in first["loc"])
-            raise _problem("value_out_of_bounds", f"arm {arm!r}: {at} = {first['input']!r}: {first['msg']}", pointer) from error
+            name = str(first["loc"][-1])
+            fixed = name if name in self.arms[arm] else f"{name}_multiplier"
+            raise _problem(
+                "value_out_of_bounds",
+                f"arm {arm!r}: {name} = {first['input']!r}: {first['msg']}",
+                pointer or f"/arms/{arm}/{fixed}",
+            ) from error
 
     def trial_config(self, arm: str, params: dict[str, Scalar]) -> TrialConfig:
         """The base configuration with sampled `params`, then the arm's fixed values, put in.
@@ -261,15 +310,20 @@ class SweepSpec(Wire):
         Raises pydantic.ValidationError where the result is out of bounds.
         """
         sections: dict[str, dict[str, Any]] = {
-            section: dataclasses.asdict(getattr(self, section)) for section in ("model", "training", "regularization")
+            section: dataclasses.asdict(getattr(self, section))
+            for section in ("model", "training", "regularization")
         }
         values = {**params, **self.arms[arm]}
-        for name in sorted(values, key=MULTIPLIERS.__contains__):  # rates first, then what multiplies them
-            if name in MULTIPLIERS:
-                sections["model"][MULTIPLIERS[name]] *= values[name]
-            else:
-                sections[SECTION_OF[name]][name] = values[name]
-        return TrialConfig(**sections)  # type: ignore[arg-type]  # pydantic builds the sections from dicts
+        for name in values.keys() & SECTION_OF.keys():
+            sections[SECTION_OF[name]][name] = values[name]
+        config = _TRIAL_CONFIG.validate_json(to_json(sections), strict=True)
+        factors = _FACTORS.validate_python(
+            {name: values[name] for name in values.keys() & MULTIPLIERS.keys()}
+        )
+        rates = {
+            MULTIPLIERS[name]: getattr(config.model, MULTIPLIERS[name]) * by for name, by in factors.items()
+        }
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, **rates))
 
     def arm_of(self, number: int) -> str:
         return list(self.arms)[number % len(self.arms)]
@@ -279,7 +333,8 @@ class SweepSpec(Wire):
 
     def seed_of(self, number: int) -> int:
         """The trial's own seed: shared by the arms of one draw, so that they start from the same weights."""
-        return int.from_bytes(hashlib.sha256(f"{self.sampler.seed}/{self.draw_of(number)}".encode()).digest()[:7])
+        digest = hashlib.sha256(f"{self.sampler.seed}/{self.draw_of(number)}".encode()).digest()
+        return int.from_bytes(digest[:7])
 
     def sampled(self, arm: str) -> Iterator[tuple[str, Choice | Uniform | LogUniform | Integer]]:
         """The part of the space that this arm leaves open."""
@@ -287,13 +342,18 @@ class SweepSpec(Wire):
 
 
 def merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """`given` laid over `base`; the base configuration's sections merge field by field, anything else is replaced whole."""
+    """`given` laid over `base`: sections merge field by field, anything else is replaced whole."""
     sections = {
         key: {**base[key], **given[key]}
         for key in ("model", "training", "regularization", "budget", "resources")
         if isinstance(base.get(key), dict) and isinstance(given.get(key), dict)
     }
     return {**base, **given, **sections}
+
+
+def _escaped(name: str) -> str:
+    """As a part of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _check_known(parameter: str, pointer: str) -> None:
@@ -304,4 +364,4 @@ def _check_known(parameter: str, pointer: str) -> None:
 
 def _problem(code: str, message: str, pointer: str = "") -> PydanticCustomError:
     """A validation error whose place is a JSON pointer below the value being validated."""
-    return PydanticCustomError(code, "{message}", {"message": message, "pointer": pointer})  # type: ignore[arg-type]
+    return PydanticCustomError(code, "{message}", {"message": message, "pointer": pointer})

@@ -22,7 +22,7 @@ class CorruptCheckpoint(Exception):
 
 
 class CheckpointStore:
-    """`{url}/{sweep}/t00042/last.tar` (to go on with) and `best.tar` (to use), for each trial of each sweep."""
+    """`{url}/{sweep}/t00042/last.tar` (to go on with) and `best.tar` (to use), for each trial of a sweep."""
 
     def __init__(self, url: str) -> None:
         self._files, self._root = fsspec.core.url_to_fs(url)
@@ -49,7 +49,7 @@ class CheckpointStore:
         return hashlib.sha256(archive).hexdigest()
 
     def open_best(self, sweep_id: str, number: int) -> BinaryIO:
-        """The archive, open for reading: later replacements do not disturb the reader. Raises FileNotFoundError."""
+        """The archive, open for reading; a replacement does not disturb the reader. Raises FileNotFoundError."""
         return cast(BinaryIO, self._files.open(self._path(sweep_id, number, "best.tar"), "rb"))
 
     def best_sha256(self, sweep_id: str, number: int) -> str:
@@ -99,7 +99,7 @@ def unpack(content: bytes | IO[bytes], where: str) -> dict[str, bytes]:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             members = {member.name: archive.extractfile(member) for member in archive if member.isfile()}
             files = {name: member.read() for name, member in members.items() if member is not None}
-    except (tarfile.TarError, EOFError, ValueError) as error:
+    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise CorruptCheckpoint(f"{where} is no checkpoint archive: {error}") from error
     if SUMS not in files:
         raise CorruptCheckpoint(f"{where} is no checkpoint archive: it holds no {SUMS}; it may be cut short")
@@ -108,7 +108,9 @@ def unpack(content: bytes | IO[bytes], where: str) -> dict[str, bytes]:
         raise CorruptCheckpoint(f"{where} holds {sorted(files)}, but its {SUMS} names {sorted(expected)}")
     for name, held in files.items():
         if hashlib.sha256(held).hexdigest() != expected[name]:
-            raise CorruptCheckpoint(f"{name} in {where} is not what was written: its SHA-256 differs; fetch it again")
+            raise CorruptCheckpoint(
+                f"{name} in {where} is not what was written: its SHA-256 differs; fetch it again"
+            )
     return files
 
 

@@ -39,7 +39,6 @@ STEPS_BETWEEN_CHECKS = 50
 EVALUATION_WINDOW = 128
 """Time steps evaluated at once: enough for efficient matrix products, few enough to stay in a cache."""
 
-
 MEASURED = ("optimised", "train_loss", "penalty", "ar", "tar", "gradient_norm")
 """What each step measures: fields of EpochResult."""
 

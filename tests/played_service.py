@@ -1,0 +1,139 @@
+"""The real service over real HTTP, with sweeps that are played, not trained: no torch, no Ray, no waiting."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from service.app import create_app
+from service.launcher import Capacity
+from service.records import Records, SweepJournal, open_engine
+from service.settings import Settings
+from service.studies import open_storage
+from trials.ledger import Failure, Report, StudyLedger, Task
+from trials.spec import SweepSpec
+from trials.store import CheckpointStore
+
+HELD = "held"
+"""A sweep of this name stays after the first epoch of its first trial until it is cancelled."""
+SPEC: dict[str, Any] = {
+    "corpus": {"name": "sotu"},
+    "training": {"epochs": 3},
+    "space": {"lr": {"type": "uniform", "low": 1, "high": 30}},
+    "budget": {"trials": 6},
+}
+
+
+class PlayingLauncher:
+    """A Launcher whose driver is a function: it writes down what a driver would, and is done at once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._records = Records(open_engine(settings.resolved_database_url))
+        self._storage = open_storage(settings.resolved_database_url)
+        self._store = CheckpointStore(settings.resolved_store_url)
+        self.ended: list[str] = []
+
+    def capacity(self) -> Capacity:
+        return Capacity(cpus=2, gpus=0)
+
+    def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
+        spec = self._records.get_sweep(sweep_id).spec
+        journal = SweepJournal(self._records, sweep_id, generation)
+        ledger = StudyLedger(spec, sweep_id, self._storage, journal, self._store)
+        if spec.name == HELD:
+            self._play(ledger, spec, epochs=1)
+        else:
+            while self._play(ledger, spec, epochs=spec.training.epochs):
+                pass
+            self._records.finish(sweep_id, generation, *ledger.outcome())
+        return {"sweep": sweep_id}
+
+    def is_alive(self, driver: dict[str, Any]) -> bool:
+        return driver["sweep"] not in self.ended
+
+    def end(self, sweep_id: str) -> None:
+        self.ended.append(sweep_id)
+
+    def log_tail(self, sweep_id: str) -> str:
+        return ""
+
+    def _play(self, ledger: StudyLedger, spec: SweepSpec, epochs: int) -> bool:
+        """One trial, better with every epoch and with its number; one with a `clip` of 13 diverges."""
+        task = ledger.next_task()
+        if task is None:
+            return False
+        if task.config.training.clip == 13:
+            ledger.record(
+                task, Report(None, True, Failure("diverged", "the loss is nan at step 1 of epoch 1"))
+            )
+            return True
+        for epoch in range(1, epochs + 1):
+            finished = epoch == spec.training.epochs
+            if not ledger.record(task, self._report(task, epoch, finished)):
+                break
+        return True
+
+    def _report(self, task: Task, epoch: int, finished: bool) -> Report:
+        loss = 6 - 0.5 * epoch - 0.01 * task.number
+        files = {
+            "model.safetensors": bytes(range(256)) * 4000,
+            "config.json": f"{task.number} {epoch}".encode(),
+        }
+        sha256 = self._store.save_best(task.sweep_id, task.number, files)
+        losses = dict.fromkeys(("train_loss", "valid_loss", "raw_valid_loss", "optimised"), loss)
+        others = dict.fromkeys(("penalty", "ar", "tar", "gradient_norm", "seconds"), 0.0)
+        result = {"epoch": epoch, "averaged": False, "tokens": 100, "is_best": True, **losses, **others}
+        return Report(result, finished, None, epoch, loss, sha256, "cpu")
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the test run's."""
+        yield
+
+
+@contextmanager
+def played_service(data_dir: Path) -> Iterator[httpx.Client]:
+    """A client of a service that runs in this process, from start-up to shutdown."""
+    settings = Settings(data_dir=data_dir, port=0)
+    app = create_app(settings, PlayingLauncher(settings))
+    server = _Server(uvicorn.Config(app, port=0, log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the service did not start"
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def submit(client: httpx.Client, **changes: Any) -> str:
+    response = client.post("/v1/sweeps", json={**SPEC, **changes})
+    assert response.status_code == 201, response.text
+    return str(response.json()["id"])
+
+
+def wait_for(client: httpx.Client, sweep_id: str, *states: str) -> Any:
+    deadline = time.monotonic() + 20
+    while (sweep := client.get(f"/v1/sweeps/{sweep_id}").json())["state"] not in states:
+        assert time.monotonic() < deadline, sweep
+        time.sleep(0.05)
+    return sweep
+
+
+def wait_for_an_epoch(client: httpx.Client, sweep_id: str) -> None:
+    deadline = time.monotonic() + 20
+    while not client.get(f"/v1/sweeps/{sweep_id}").json()["epochs_done"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

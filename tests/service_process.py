@@ -1,0 +1,188 @@
+"""The real service as a process, with real drivers and a real Ray below it, for tests that kill things."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+
+from service.launcher import MARK
+
+PATIENCE_S = 120
+
+
+def write_corpus(directory: Path, tokens: int = 12_000) -> Path:
+    """A text of 60 words in which each word narrows the choice of the next: something to learn, quickly."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(1)
+    for split, size in (("train", tokens), ("valid", 1_000), ("test", 1_000)):
+        words, lines = [0], []
+        while len(words) < size:
+            words.append((words[-1] * 7 + int(rng.integers(0, 8))) % 60)
+        for start in range(0, size, 20):
+            lines.append(" ".join(f"w{word:02d}" for word in words[start : start + 20]))
+        (directory / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def small_spec(corpus: Path, **changes: Any) -> dict[str, Any]:
+    """Trials of about two seconds, so that there is time to kill them."""
+    return {
+        "corpus": {"path": str(corpus)},
+        "model": {"embedding_size": 24, "hidden_size": 24, "layers": 1},
+        "training": {"epochs": 4, "batch_size": 4, "bptt": 15, "non_monotone_interval": 1},
+        "space": {"kappa": {"type": "uniform", "low": 0.0, "high": 0.3}},
+        "budget": {"trials": 6},
+        **changes,
+    }
+
+
+class ServiceProcess:
+    """`fraternal serve` on a free port, over one data directory; can be killed and started again."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self._process: subprocess.Popen[str] | None = None
+        self._http = httpx.Client(timeout=30)
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--data-dir", str(self.data_dir)],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        first_line = self._process.stdout.readline()
+        assert "/v1/sweeps" in first_line, first_line
+        self._http.base_url = httpx.URL(first_line.split()[-1].removesuffix("/v1/sweeps"))
+        wait_until(self._is_ready, "the service is ready")
+
+    @property
+    def url(self) -> str:
+        return str(self._http.base_url)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def _is_ready(self) -> bool:
+        try:
+            return self._http.get("/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.communicate(timeout=PATIENCE_S)
+            self._process = None
+
+    def get(self, path: str) -> Any:
+        response = self._http.get(path)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def submit(self, spec: dict[str, Any]) -> str:
+        response = self._http.post("/v1/sweeps", json=spec)
+        assert response.status_code == 201, response.text
+        return str(response.json()["id"])
+
+    def cancel(self, sweep_id: str) -> None:
+        assert self._http.post(f"/v1/sweeps/{sweep_id}:cancel").status_code == 202
+
+    def sweep(self, sweep_id: str) -> Any:
+        return self.get(f"/v1/sweeps/{sweep_id}")
+
+    def trials(self, sweep_id: str) -> list[Any]:
+        return list(self.get(f"/v1/sweeps/{sweep_id}/trials")["trials"])
+
+    def has_ended(self, sweep_id: str) -> bool:
+        return self.sweep(sweep_id)["state"] not in {"queued", "running"}
+
+    def wait_for_end(self, sweep_id: str) -> Any:
+        wait_until(lambda: self.has_ended(sweep_id), f"sweep {sweep_id} ends", self.describe)
+        return self.sweep(sweep_id)
+
+    def wait_for_epochs(self, sweep_id: str, epochs: int) -> None:
+        """Until so many epochs are recorded; fails if the sweep ends before."""
+
+        def reached() -> bool:
+            sweep = self.sweep(sweep_id)
+            assert sweep["state"] in {"queued", "running"}, sweep
+            return bool(sweep["epochs_done"] >= epochs and sweep["trials"]["running"])
+
+        wait_until(reached, f"sweep {sweep_id} has {epochs} epochs", self.describe)
+
+    def describe(self) -> str:
+        logs = [path.read_text(errors="replace")[-3000:] for path in self.data_dir.glob("drivers/*.log")]
+        return "\n".join([*logs, str(self.get("/v1/sweeps"))])
+
+
+@contextmanager
+def running_service(data_dir: Path) -> Iterator[ServiceProcess]:
+    """A service that leaves nothing behind: its drivers are ended too."""
+    service = ServiceProcess(data_dir)
+    service.start()
+    try:
+        yield service
+    finally:
+        service.stop()
+        for process in marked_processes():
+            if str(data_dir) in process.environ().get("FRATERNAL_DATA_DIR", ""):
+                process.kill()
+
+
+def marked_processes(sweep_id: str | None = None) -> list[psutil.Process]:
+    """Live drivers, and what they started, of one sweep or of all."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get(MARK)
+            if mark is not None and sweep_id in (None, mark) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def find_process(sweep_id: str, words: str) -> psutil.Process | None:
+    """A live process of a sweep whose command line has these words."""
+    for process in marked_processes(sweep_id):
+        try:
+            if words in " ".join(process.cmdline()):
+                return process
+        except psutil.Error:
+            continue
+    return None
+
+
+def kill_process(sweep_id: str, words: str) -> None:
+    """kill -9 a process of a sweep, once there is one with these words in its command line."""
+    wait_until(lambda: find_process(sweep_id, words) is not None, f"{words!r} runs for sweep {sweep_id}")
+    process = find_process(sweep_id, words)
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def wait_until(is_so: Callable[[], bool], what: str, describe: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S} s in vain until {what}\n{describe()}"
+        time.sleep(0.1)

@@ -1,0 +1,552 @@
+"""The API over real HTTP: what it answers, and that what it refuses leaves no trace."""
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.dashboard import _with_accept_encoding
+from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
+
+PROBLEM = "application/problem+json"
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with played_service(tmp_path_factory.mktemp("data")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def ended(client: httpx.Client) -> str:
+    """A sweep of six trials, each better than the one before."""
+    sweep_id = submit(client, name="ended")
+    wait_for(client, sweep_id, "succeeded")
+    return sweep_id
+
+
+@pytest.fixture
+def running(client: httpx.Client) -> Iterator[str]:
+    sweep_id = submit(client, name=HELD)
+    wait_for_an_epoch(client, sweep_id)
+    yield sweep_id
+    client.post(f"/v1/sweeps/{sweep_id}:cancel")
+    wait_for(client, sweep_id, "cancelled")
+
+
+def sweep_ids(client: httpx.Client) -> list[str]:
+    return [sweep["id"] for sweep in client.get("/v1/sweeps").json()["sweeps"]]
+
+
+def post(client: httpx.Client, body: bytes) -> httpx.Response:
+    return client.post("/v1/sweeps", content=body, headers={"content-type": "application/json"})
+
+
+def assert_problem(response: httpx.Response, status: int) -> Any:
+    """RFC 9457, and nothing that JSON does not know."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == PROBLEM
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    document = json.loads(response.text, parse_constant=refuse)
+    assert document["status"] == status
+    assert document["title"]
+    assert document["detail"]
+    assert document["type"] == "about:blank" or document["type"].startswith("urn:fraternal:")
+    assert "Traceback" not in response.text
+    return document
+
+
+# Sweeps.
+
+
+def test_a_sweep_is_created_where_its_location_says(client: httpx.Client) -> None:
+    response = client.post("/v1/sweeps", json={**SPEC, "name": "created"})
+    assert response.status_code == 201
+    there = client.get(response.headers["location"]).json()
+    assert there["id"] == response.json()["id"]
+    assert there["spec"]["name"] == "created"
+    assert there["spec"]["training"]["epochs"] == 3
+
+
+def test_a_preset_is_written_out_and_what_is_given_wins_over_it(client: httpx.Client) -> None:
+    response = client.post("/v1/sweeps", json={"preset": "quickstart", "training": {"epochs": 2}})
+    spec = response.json()["spec"]
+    assert (spec["training"]["epochs"], spec["training"]["bptt"]) == (2, 35)
+    assert set(spec["arms"]) == {"fd", "eld", "plain"}
+
+
+def test_the_newest_sweep_is_listed_first(client: httpx.Client) -> None:
+    first, second = submit(client), submit(client)
+    assert sweep_ids(client)[:2] == [second, first]
+
+
+def test_an_ended_sweep_shows_its_trials_and_which_is_best(client: httpx.Client, ended: str) -> None:
+    sweep = client.get(f"/v1/sweeps/{ended}").json()
+    assert sweep["trials"] == {"budget": 6, "running": 0, "complete": 6, "pruned": 0, "failed": 0}
+    assert sweep["best"]["number"] == 5
+    trials = client.get(f"/v1/sweeps/{ended}/trials").json()["trials"]
+    assert [trial["number"] for trial in trials] == list(range(6))
+    assert [trial["arm"] for trial in trials] == ["fd", "eld"] * 3
+    assert client.get(f"/v1/sweeps/{ended}/best").json() == trials[5]
+
+
+def test_paired_trials_have_the_same_values_and_the_same_seed(client: httpx.Client, ended: str) -> None:
+    trials = client.get(f"/v1/sweeps/{ended}/trials").json()["trials"]
+    for fd, eld in zip(trials[::2], trials[1::2], strict=True):
+        assert (fd["draw"], fd["seed"], fd["params"]) == (eld["draw"], eld["seed"], eld["params"])
+
+
+def test_a_trial_shows_its_whole_curve(client: httpx.Client, ended: str) -> None:
+    trial = client.get(f"/v1/sweeps/{ended}/trials/2").json()
+    assert [epoch["epoch"] for epoch in trial["curve"]] == [1, 2, 3]
+    assert [epoch["valid_loss"] for epoch in trial["curve"]] == pytest.approx([5.48, 4.98, 4.48])
+    assert trial["config"]["training"]["lr"] == trial["params"]["lr"]
+
+
+def test_a_sweep_whose_trials_all_fail_has_failed_and_says_how(client: httpx.Client) -> None:
+    sweep_id = submit(client, arms={"doomed": {"clip": 13}})
+    assert wait_for(client, sweep_id, "succeeded", "failed")["state"] == "failed"
+    failure = client.get(f"/v1/sweeps/{sweep_id}/trials/0").json()["failure"]
+    assert failure["failure_class"] == "diverged"
+    assert_problem(client.get(f"/v1/sweeps/{sweep_id}/best"), 404)
+    assert_problem(client.get(f"/v1/sweeps/{sweep_id}/best/checkpoint"), 404)
+
+
+def test_a_running_sweep_can_be_cancelled_and_an_ended_one_cannot(client: httpx.Client, ended: str) -> None:
+    sweep_id = submit(client, name=HELD)
+    wait_for_an_epoch(client, sweep_id)
+    response = client.post(f"/v1/sweeps/{sweep_id}:cancel")
+    assert (response.status_code, response.json()["desired_state"]) == (202, "cancelled")
+    wait_for(client, sweep_id, "cancelled")
+    assert_problem(client.post(f"/v1/sweeps/{sweep_id}:cancel"), 409)
+    assert assert_problem(client.post(f"/v1/sweeps/{ended}:cancel"), 409)["code"] == "illegal_move"
+
+
+# What is refused.
+
+MALFORMED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "unknown field": ({"bugdet": {}}, "/bugdet", "known here: arms, baseline, budget"),
+    "unknown field of a section": ({"model": {"depth": 3}}, "/model/depth", "known here: embed_p, "),
+    "empty range": (
+        {"space": {"kappa": {"type": "uniform", "low": 1, "high": 1}}},
+        "/space/kappa",
+        "low must be",
+    ),
+    "negative probability": ({"model": {"embed_p": -0.1}}, "/model/embed_p", "greater than or equal to 0"),
+    "probability of one": ({"model": {"weight_p": 1}}, "/model/weight_p", "less than 1"),
+    "no such directory": (
+        {"corpus": {"path": "/no/such"}},
+        "/corpus/path",
+        "train.txt, valid.txt and test.txt",
+    ),
+    "no such corpus": ({"corpus": {"name": "brown"}}, "/corpus/name", "'sotu', 'ptb' or 'wikitext2'"),
+    "two corpora": ({"corpus": {"name": "ptb", "path": "x"}}, "/corpus", "either a name"),
+    "too many GPUs": ({"resources": {"gpus": 1}}, "/resources/gpus", "there are 0"),
+    "too many CPUs": ({"resources": {"cpus": 3}}, "/resources/cpus", "there are 2"),
+    "no trials": ({"budget": {"trials": 0}}, "/budget/trials", "greater than or equal to 1"),
+    "no budget": ({"budget": {}}, "/budget/trials", "required"),
+    "unknown kind of range": (
+        {"space": {"kappa": {"type": "normal"}}},
+        "/space/kappa/type",
+        "choice, integer",
+    ),
+    "unknown parameter": ({"arms": {"fd": {"kapa": 0}}}, "/arms/fd/kapa", "known: alpha"),
+    "unknown preset": ({"preset": "papers-search"}, "/preset", "paper-search, quickstart"),
+    "baseline that is no arm": ({"baseline": "awd"}, "/baseline", "fd, eld"),
+    "an odd name for an arm": ({"arms": {"a/b": {}}}, "/arms/a~1b", "pattern"),
+    "multiplier that leads too far": (
+        {"space": {"input_p_multiplier": {"type": "uniform", "low": 1, "high": 9}}},
+        "/space/input_p_multiplier",
+        "less than 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "pointer", "words"), MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_spec_is_refused_with_its_place_and_what_would_be_right(
+    client: httpx.Client, changes: dict[str, Any], pointer: str, words: str
+) -> None:
+    before = sweep_ids(client)
+    document = assert_problem(client.post("/v1/sweeps", json={**SPEC, **changes}), 422)
+    assert [error["pointer"] for error in document["errors"]] == [pointer]
+    assert words in document["errors"][0]["message"]
+    assert sweep_ids(client) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"preset": []},
+        {"preset": {}},
+        {"arms": {"fd": {"embed_p_multiplier": "half"}}},
+        {"space": {"embed_p_multiplier": {"type": "choice", "values": ["half", 1]}}},
+        {"baseline": True},
+        {"space": {"kappa": {"type": "choice", "values": [[]]}}},
+    ],
+    ids=str,
+)
+def test_a_value_of_a_senseless_type_is_refused_like_any_other(client: httpx.Client, changes: Any) -> None:
+    assert_problem(client.post("/v1/sweeps", json={**SPEC, **changes}), 422)
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_number_that_json_does_not_know_is_refused(client: httpx.Client, constant: str) -> None:
+    body = json.dumps(SPEC)[:-1] + f', "training": {{"lr": {constant}}}}}'
+    assert assert_problem(post(client, body.encode()), 422)["errors"][0]["pointer"] == "/training/lr"
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000, b'{"budget": ' + b"9" * 5000 + b"}"])
+def test_a_body_that_is_no_json_is_a_bad_request(client: httpx.Client, body: bytes) -> None:
+    assert_problem(post(client, body), 400)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"null", b'"sweep"'])
+def test_a_body_that_is_no_object_is_pointed_to_as_a_whole(client: httpx.Client, body: bytes) -> None:
+    assert [error["pointer"] for error in assert_problem(post(client, body), 422)["errors"]] == [""]
+
+
+def test_a_body_of_another_type_is_refused_as_such(client: httpx.Client) -> None:
+    assert_problem(client.post("/v1/sweeps", content=json.dumps(SPEC)), 415)
+
+
+def test_a_body_over_a_mebibyte_is_refused(client: httpx.Client) -> None:
+    padded = json.dumps(SPEC).encode().ljust(1024 * 1024 + 1)
+    assert_problem(post(client, padded), 413)
+    assert post(client, padded[:-1]).status_code == 201
+
+
+def test_a_large_body_whose_length_is_not_announced_is_refused_too(client: httpx.Client) -> None:
+    def pieces() -> Iterator[bytes]:
+        for _ in range(20):
+            yield b" " * 100_000
+
+    response = client.post("/v1/sweeps", content=pieces(), headers={"content-type": "application/json"})
+    assert_problem(response, 413)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+PLACES = [
+    (),
+    *[(field,) for field in (*SPEC, "preset", "arms", "pruner", "baseline", "labels", "sampler", "model")],
+    ("training", "lr"),
+    ("space", "lr"),
+    ("space", "lr", "low"),
+    ("space", "embed_p_multiplier"),
+    ("arms", "fd"),
+    ("arms", "fd", "kappa"),
+    ("arms", "fd", "weight_p_multiplier"),
+    ("corpus", "path"),
+    ("corpus", "vocabulary_size"),
+]
+
+
+def with_value(place: tuple[str, ...], value: Any) -> Any:
+    if not place:
+        return value
+    spec = json.loads(json.dumps(SPEC))
+    inner = spec
+    for part in place[:-1]:
+        inner = inner.setdefault(part, {})
+    inner[place[-1]] = value
+    return spec
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.sampled_from(PLACES), value=VALUES)
+def test_whatever_is_sent_is_taken_or_refused_and_never_fails_the_service(
+    client: httpx.Client, place: tuple[str, ...], value: Any
+) -> None:
+    before = sweep_ids(client)
+    response = post(client, json.dumps(with_value(place, value)).encode())
+    if response.status_code != 201:
+        assert_problem(response, 422)
+        assert sweep_ids(client) == before
+
+
+# Paths and methods.
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/nothing",
+        "/v1/sweeps/",
+        "/v1/sweeps/none",
+        "/v1/sweeps/none:cancel",
+        "/v1/sweeps/%00",
+        "/v1/sweeps/none/trials",
+        "/v1/sweeps/none/best",
+        "/v1/sweeps/none/best/checkpoint",
+    ],
+)
+def test_what_does_not_exist_is_a_problem_too(client: httpx.Client, path: str) -> None:
+    assert assert_problem(client.get(path), 404)["instance"] == httpx.URL(path).path
+
+
+@pytest.mark.parametrize("number", ["6", "-1", "two", "9" * 30])
+def test_a_number_that_no_trial_has_is_not_found(client: httpx.Client, ended: str, number: str) -> None:
+    assert_problem(client.get(f"/v1/sweeps/{ended}/trials/{number}"), 404)
+
+
+def test_the_colon_of_a_verb_is_no_part_of_an_id(client: httpx.Client) -> None:
+    assert "'none'" in assert_problem(client.post("/v1/sweeps/none:cancel"), 404)["detail"]
+
+
+def test_a_method_that_a_path_does_not_have_is_answered_with_those_it_has(client: httpx.Client) -> None:
+    response = client.delete("/v1/sweeps")
+    assert_problem(response, 405)
+    assert response.headers["allow"] == "GET, POST"
+
+
+def test_a_crash_is_answered_without_a_traceback(
+    client: httpx.Client, ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: Any) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr("service.sweeps.SweepController.get", crash)
+    assert_problem(client.get(f"/v1/sweeps/{ended}"), 500)
+    assert "secret" not in client.get(f"/v1/sweeps/{ended}").text
+    monkeypatch.undo()
+    assert client.get(f"/v1/sweeps/{ended}").status_code == 200
+
+
+def test_the_service_is_alive_and_ready(client: httpx.Client) -> None:
+    assert client.get("/healthz").json()["status"] == "alive"
+    assert client.get("/readyz").json() == {"status": "ready", "not_ready": []}
+
+
+def test_a_service_that_lacks_something_is_alive_but_not_ready(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.sweeps.SweepController.check_ready", lambda _: ["no database"])
+    response = client.get("/readyz")
+    assert (response.status_code, response.json()["not_ready"]) == (503, ["no database"])
+    assert client.get("/healthz").status_code == 200
+
+
+def test_the_api_describes_itself_and_its_problems(client: httpx.Client) -> None:
+    description = client.get("/openapi.json").json()
+    assert description["info"]["title"] == "fraternal"
+    create = description["paths"]["/v1/sweeps"]["post"]["responses"]
+    assert {"201", "400", "413", "415", "422"} <= set(create)
+    assert set(description["paths"]["/v1/sweeps/{sweep_id}:cancel"]["post"]["responses"]) >= {
+        "202",
+        "404",
+        "409",
+    }
+    assert PROBLEM in create["422"]["content"]
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            assert operation["description"], f"{method} {path} is not described"
+
+
+# The best checkpoint.
+
+
+@pytest.fixture(scope="module")
+def checkpoint(client: httpx.Client, ended: str) -> httpx.Response:
+    response = client.get(f"/v1/sweeps/{ended}/best/checkpoint")
+    assert response.status_code == 200
+    return response
+
+
+def path_of(checkpoint: httpx.Response) -> str:
+    return str(checkpoint.request.url.path)
+
+
+def test_a_checkpoint_has_the_digest_that_its_headers_and_its_trial_state(
+    client: httpx.Client, ended: str, checkpoint: httpx.Response
+) -> None:
+    digest = hashlib.sha256(checkpoint.content)
+    assert checkpoint.headers["etag"] == f'"{digest.hexdigest()}"'
+    assert checkpoint.headers["repr-digest"] == f"sha-256=:{base64.b64encode(digest.digest()).decode()}:"
+    assert client.get(f"/v1/sweeps/{ended}/best").json()["checkpoint_sha256"] == digest.hexdigest()
+    assert re.fullmatch(r'attachment; filename="[\w.-]+\.tar"', checkpoint.headers["content-disposition"])
+
+
+def test_head_says_what_get_would_send(client: httpx.Client, checkpoint: httpx.Response) -> None:
+    head = client.head(path_of(checkpoint))
+    assert head.content == b""
+    for name in ("content-length", "etag", "repr-digest", "accept-ranges", "content-type"):
+        assert head.headers[name] == checkpoint.headers[name]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts=st.sets(st.integers(1, 1_000_000), max_size=4))
+def test_ranges_put_together_are_the_whole_file(
+    client: httpx.Client, checkpoint: httpx.Response, cuts: set[int]
+) -> None:
+    size = len(checkpoint.content)
+    edges = [0, *sorted(cut for cut in cuts if cut < size), size]
+    parts = []
+    for start, stop in zip(edges, edges[1:], strict=False):
+        response = client.get(path_of(checkpoint), headers={"range": f"bytes={start}-{stop - 1}"})
+        assert response.status_code == 206
+        assert response.headers["content-range"] == f"bytes {start}-{stop - 1}/{size}"
+        assert response.headers["etag"] == checkpoint.headers["etag"]
+        parts.append(response.content)
+    assert b"".join(parts) == checkpoint.content
+
+
+@pytest.mark.parametrize(
+    ("asked", "first", "last"),
+    [("bytes=-7", -7, None), ("bytes=1000-", 1000, None), ("bytes=5-5", 5, 6), ("bytes=9-99999999", 9, None)],
+)
+def test_an_open_range_ends_where_the_file_does(
+    client: httpx.Client, checkpoint: httpx.Response, asked: str, first: int, last: int | None
+) -> None:
+    response = client.get(path_of(checkpoint), headers={"range": asked})
+    assert (response.status_code, response.content) == (206, checkpoint.content[first:last])
+
+
+@pytest.mark.parametrize("asked", ["bytes=99999999-", "bytes=-0"])
+def test_a_range_outside_the_file_is_refused_with_the_files_size(
+    client: httpx.Client, checkpoint: httpx.Response, asked: str
+) -> None:
+    response = client.get(path_of(checkpoint), headers={"range": asked})
+    assert_problem(response, 416)
+    assert response.headers["content-range"] == f"bytes */{len(checkpoint.content)}"
+
+
+@pytest.mark.parametrize(
+    "asked", ["bytes=5-2", "bytes=1-2,4-5", "bytes=-", "lines=1-2", "bytes=" + "9" * 5000 + "-"]
+)
+def test_a_range_that_is_not_understood_is_ignored(
+    client: httpx.Client, checkpoint: httpx.Response, asked: str
+) -> None:
+    response = client.get(path_of(checkpoint), headers={"range": asked})
+    assert (response.status_code, response.content) == (200, checkpoint.content)
+
+
+def test_a_range_of_another_version_gets_the_whole_of_this_one(
+    client: httpx.Client, checkpoint: httpx.Response
+) -> None:
+    for condition, status in ((checkpoint.headers["etag"], 206), ('"another"', 200)):
+        headers = {"range": "bytes=0-9", "if-range": condition}
+        assert client.get(path_of(checkpoint), headers=headers).status_code == status
+
+
+def test_a_checkpoint_that_the_client_has_is_not_sent_again(
+    client: httpx.Client, checkpoint: httpx.Response
+) -> None:
+    for condition, status in (
+        (checkpoint.headers["etag"], 304),
+        ('"a", W/' + checkpoint.headers["etag"], 304),
+        ("*", 304),
+        ('"another"', 200),
+    ):
+        response = client.get(path_of(checkpoint), headers={"if-none-match": condition})
+        assert response.status_code == status
+        assert response.headers["etag"] == checkpoint.headers["etag"]
+        assert bool(response.content) == (status == 200)
+
+
+def test_the_best_checkpoint_so_far_can_be_fetched_while_the_sweep_runs(
+    client: httpx.Client, running: str
+) -> None:
+    assert client.get(f"/v1/sweeps/{running}").json()["state"] == "running"
+    assert client.get(f"/v1/sweeps/{running}/best/checkpoint").status_code == 200
+
+
+def open_checkpoints() -> list[Path]:
+    descriptors = list(Path("/proc/self/fd").iterdir())
+    return [
+        file for file in (fd.resolve() for fd in descriptors if fd.is_symlink()) if file.name == "best.tar"
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to see which files are open")
+@pytest.mark.parametrize(
+    "headers", [{}, {"range": "bytes=1-2"}, {"range": "bytes=99999999-"}, {"if-none-match": "*"}], ids=str
+)
+def test_no_answer_leaves_a_checkpoint_open(
+    client: httpx.Client, checkpoint: httpx.Response, headers: dict[str, str]
+) -> None:
+    for method in ("GET", "HEAD"):
+        client.request(method, path_of(checkpoint), headers=headers)
+    assert open_checkpoints() == []
+
+
+# The dashboard.
+
+
+@pytest.mark.parametrize("path", ["/dashboard", "/dashboard/studies/1", "/static/bundle.js", "/api/studies"])
+def test_the_dashboard_is_there_whatever_encodings_a_client_takes(client: httpx.Client, path: str) -> None:
+    for encoding in ("gzip, br", "identity", ""):
+        assert client.get(path, headers={"accept-encoding": encoding}).status_code == 200
+
+
+def test_a_client_that_does_not_name_its_encodings_takes_what_is_not_encoded() -> None:
+    assert _with_accept_encoding([(b"host", b"x")])[-1] == (b"accept-encoding", b"identity")
+    assert _with_accept_encoding([(b"accept-encoding", b"br")]) == [(b"accept-encoding", b"br")]
+
+
+def test_the_dashboard_shows_a_sweep_as_a_study_of_its_id(client: httpx.Client, ended: str) -> None:
+    sweep = client.get(f"/v1/sweeps/{ended}").json()
+    study_id = int(sweep["dashboard_url"].rpartition("/")[2])
+    study = client.get(f"/api/studies/{study_id}").json()
+    assert (study["name"], len(study["trials"])) == (ended, 6)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+@pytest.mark.parametrize("path", ["/api/studies/1", "/api/studies", "/dashboard", "/artifacts/1/2"])
+def test_nothing_can_be_changed_through_the_dashboard(client: httpx.Client, method: str, path: str) -> None:
+    before = client.get("/api/studies").json()
+    assert_problem(client.request(method, path), 405)
+    assert client.get("/api/studies").json() == before
+
+
+def test_a_failure_inside_the_dashboard_is_no_failure_of_the_service(client: httpx.Client) -> None:
+    assert client.get("/api/studies/1?after=abc").status_code == 500
+    assert client.get("/healthz").status_code == 200
+
+
+def test_the_front_page_leads_to_the_dashboard(client: httpx.Client) -> None:
+    assert client.get("/").headers["location"] == "/dashboard"
+
+
+# The process.
+
+SCRIPT = """
+import asyncio, sys
+from pathlib import Path
+import httpx
+from service.app import create_app
+from service.launcher import LocalLauncher
+from service.settings import Settings
+
+async def ask(app):
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for path in ("/readyz", "/v1/sweeps", "/openapi.json", "/dashboard", "/api/studies"):
+            assert (await client.get(path)).status_code == 200
+        spec = {"corpus": {"name": "sotu"}, "budget": {"trials": 1}}
+        assert (await client.post("/v1/sweeps", json=spec)).status_code == 201
+
+settings = Settings(data_dir=Path(sys.argv[1]))
+asyncio.run(ask(create_app(settings, LocalLauncher(settings))))
+print(sorted({"torch", "ray"} & set(sys.modules)))
+"""
+
+
+def test_the_web_process_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr

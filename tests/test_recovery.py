@@ -1,0 +1,186 @@
+"""What dies, and what must be true afterwards: real processes, a real Ray, a real kill -9.
+
+Equal seeds make equal weights, so a sweep that was disturbed is compared with a twin that was not: checkpoint by
+checkpoint, by SHA-256.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.service_process import (
+    ServiceProcess,
+    find_process,
+    kill_process,
+    marked_processes,
+    running_service,
+    small_spec,
+    wait_until,
+    write_corpus,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with running_service(tmp_path_factory.mktemp("data")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(service: ServiceProcess, corpus: Path) -> dict[int, str]:
+    """The checkpoints of a sweep that nothing happened to, by trial number."""
+    sweep_id = service.submit(small_spec(corpus))
+    assert service.wait_for_end(sweep_id)["state"] == "succeeded"
+    assert_exactly_the_budget(service, sweep_id)
+    assert {trial["attempt"] for trial in service.trials(sweep_id)} == {1}
+    return checkpoints(service, sweep_id)
+
+
+def checkpoints(service: ServiceProcess, sweep_id: str) -> dict[int, str]:
+    return {trial["number"]: trial["checkpoint_sha256"] for trial in service.trials(sweep_id)}
+
+
+def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
+    """Every trial once, each of them ended, and a whole curve for each: nothing lost, nothing twice."""
+    sweep, trials = service.sweep(sweep_id), service.trials(sweep_id)
+    assert [trial["number"] for trial in trials] == list(range(sweep["trials"]["budget"]))
+    assert {trial["state"] for trial in trials} == {"COMPLETE"}
+    for trial in trials:
+        curve = service.get(f"/v1/sweeps/{sweep_id}/trials/{trial['number']}")["curve"]
+        assert [epoch["epoch"] for epoch in curve] == [1, 2, 3, 4]
+
+
+def assert_nothing_left(sweep_id: str) -> None:
+    wait_until(lambda: not marked_processes(sweep_id), f"no process of sweep {sweep_id} is left")
+    assert not (Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "generations", "attempts"),
+    [
+        pytest.param("service.drive", 2, {1, 2}, id="driver"),
+        pytest.param("ray::LanguageModelTrial", 1, {1, 2}, id="worker"),
+        pytest.param("raylet/raylet", 2, {1, 2}, id="raylet"),
+    ],
+)
+def test_sweep_ends_as_if_nothing_had_been_killed(
+    service: ServiceProcess,
+    corpus: Path,
+    undisturbed: dict[int, str],
+    words: str,
+    generations: int,
+    attempts: set[int],
+) -> None:
+    sweep_id = service.submit(small_spec(corpus))
+    service.wait_for_epochs(sweep_id, 5)
+    kill_process(sweep_id, words)
+    sweep = service.wait_for_end(sweep_id)
+    assert sweep["state"] == "succeeded"
+    assert sweep["driver_generation"] == generations
+    assert_exactly_the_budget(service, sweep_id)
+    assert {trial["attempt"] for trial in service.trials(sweep_id)} == attempts
+    assert checkpoints(service, sweep_id) == undisturbed
+
+
+def test_sweep_goes_on_and_ends_without_the_api(
+    service: ServiceProcess, corpus: Path, undisturbed: dict[int, str]
+) -> None:
+    sweep_id = service.submit(small_spec(corpus))
+    service.wait_for_epochs(sweep_id, 2)
+    service.kill()
+    wait_until(lambda: find_process(sweep_id, "service.drive") is None, "the driver has done its work alone")
+    service.start()
+    assert service.sweep(sweep_id)["state"] == "succeeded"
+    assert service.sweep(sweep_id)["driver_generation"] == 1
+    assert_exactly_the_budget(service, sweep_id)
+    assert checkpoints(service, sweep_id) == undisturbed
+
+
+def test_restarted_api_adopts_a_driver_and_restarts_it_when_it_dies(
+    service: ServiceProcess, corpus: Path, undisturbed: dict[int, str]
+) -> None:
+    sweep_id = service.submit(small_spec(corpus))
+    service.wait_for_epochs(sweep_id, 2)
+    service.kill()
+    service.start()
+    assert service.sweep(sweep_id)["driver_generation"] == 1
+    kill_process(sweep_id, "service.drive")
+    assert service.wait_for_end(sweep_id)["driver_generation"] == 2
+    assert_exactly_the_budget(service, sweep_id)
+    assert checkpoints(service, sweep_id) == undisturbed
+    assert_nothing_left(sweep_id)
+
+
+def test_cancel_ends_a_running_sweep_and_leaves_nothing(service: ServiceProcess, corpus: Path) -> None:
+    sweep_id = service.submit(small_spec(corpus, budget={"trials": 1000}))
+    service.wait_for_epochs(sweep_id, 2)
+    service.cancel(sweep_id)
+    sweep = service.wait_for_end(sweep_id)
+    assert sweep["state"] == "cancelled"
+    assert sweep["trials"]["running"] == 0
+    failures = [trial["failure"] for trial in service.trials(sweep_id) if trial["state"] == "FAIL"]
+    assert {failure["failure_class"] for failure in failures} == {"cancelled"}
+    assert_nothing_left(sweep_id)
+
+
+def test_diverging_trials_fail_and_the_sweep_goes_on(service: ServiceProcess, corpus: Path) -> None:
+    arms = {"wild": {"regularizer": "fraternal", "kappa": 1e9}, "tame": {"regularizer": "fraternal"}}
+    sweep_id = service.submit(small_spec(corpus, arms=arms, budget={"trials": 4}))
+    assert service.wait_for_end(sweep_id)["state"] == "succeeded"
+    outcomes = {
+        (trial["arm"], trial["state"], trial["failure"] and trial["failure"]["failure_class"])
+        for trial in service.trials(sweep_id)
+    }
+    assert outcomes == {("wild", "FAIL", "diverged"), ("tame", "COMPLETE", None)}
+
+
+def test_sweep_in_which_every_trial_fails_is_failed(service: ServiceProcess, corpus: Path) -> None:
+    arms = {"wild": {"regularizer": "fraternal", "kappa": 1e9}}
+    sweep_id = service.submit(small_spec(corpus, arms=arms, budget={"trials": 2}))
+    sweep = service.wait_for_end(sweep_id)
+    assert sweep["state"] == "failed"
+    assert "2 trials" in sweep["state_reason"]
+
+
+def test_every_socket_of_a_running_sweep_listens_on_loopback(service: ServiceProcess, corpus: Path) -> None:
+    sweep_id = service.submit(small_spec(corpus, budget={"trials": 2}))
+    service.wait_for_epochs(sweep_id, 1)
+    listening = [
+        connection
+        for process in [*marked_processes(sweep_id), psutil.Process(service.pid)]
+        for connection in _connections(process)
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) > 3
+    assert {connection.laddr.ip for connection in listening} <= {"127.0.0.1", "::1"}
+    service.wait_for_end(sweep_id)
+
+
+def _connections(process: psutil.Process) -> list[Any]:
+    try:
+        return list(process.net_connections(kind="inet"))
+    except psutil.Error:
+        return []
+
+
+def test_api_process_stays_small_and_never_loads_torch_or_ray(
+    service: ServiceProcess, undisturbed: dict[int, str]
+) -> None:
+    for path in ("/v1/sweeps", "/dashboard", "/api/studies", "/api/studies/1?after=0", "/openapi.json"):
+        service._http.get(path)
+    api = psutil.Process(service.pid)
+    assert api.memory_info().rss < 200 * 2**20
+    loaded = {Path(region.path).parts for region in api.memory_maps() if region.path.endswith(".so")}
+    assert loaded, "the process's libraries can be read"
+    assert not [parts for parts in loaded if "torch" in parts or "ray" in parts]
