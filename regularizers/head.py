@@ -29,8 +29,10 @@ def cross_entropy(hidden_NE: Tensor, decoder_VE: Tensor, bias_V: Tensor, targets
 
 def mean_square(hidden_NE: Tensor, decoder_VE: Tensor, bias_V: Tensor) -> Tensor:
     """Mean over N and V of logits**2. Its gradient has no gradient."""
-    hidden_NF = _with_column(hidden_NE, 1.0)
-    return _mean_square_product(hidden_NF, _with_column(decoder_VE, bias_V), varying_NF=hidden_NF)
+    hidden_NF = torch.cat([hidden_NE, hidden_NE.new_ones(len(hidden_NE), 1)], dim=1)
+    decoder_VF = torch.cat([decoder_VE, bias_V.unsqueeze(1)], dim=1)
+    summed = partial(_summed_squares, hidden_NF.detach())
+    return _differentiable(summed, hidden_NF, decoder_VF) / (len(hidden_NE) * len(bias_V))
 
 
 def mean_square_difference(
@@ -38,21 +40,16 @@ def mean_square_difference(
 ) -> Tensor:
     """Mean over N and V of (l1 - l2)**2, l1 and l2 the logits of two passes. Its gradient has no gradient.
 
-    Without `second_gradient` l2 is a constant; then the decoder's bias does not cancel in the gradients.
+    Without `second_gradient` l2 is a constant, and the decoder and its bias get the gradient that l1 gives.
     """
     if second_gradient:
         difference_NE = first_NE - second_NE
-        return _mean_square_product(difference_NE, decoder_VE, varying_NF=difference_NE)
-    difference_NF = _with_column(first_NE - second_NE.detach(), 0.0)
-    return _mean_square_product(
-        difference_NF, _with_column(decoder_VE, bias_V), varying_NF=_with_column(first_NE, 1.0)
-    )
-
-
-def _mean_square_product(rows_NF: Tensor, matrix_VF: Tensor, *, varying_NF: Tensor) -> Tensor:
-    """Mean of (rows @ matrix.T)**2, where only the varying part of the rows meets a matrix that varies."""
-    summed = partial(_summed_squares, varying_NF.detach())
-    return _differentiable(summed, rows_NF, matrix_VF) / (len(rows_NF) * len(matrix_VF))
+        summed = partial(_summed_squares, difference_NE.detach())
+        total = _differentiable(summed, difference_NE, decoder_VE)
+    else:
+        summed = partial(_summed_squares_from_a_constant, first_NE.detach())
+        total = _differentiable(summed, first_NE - second_NE.detach(), decoder_VE, bias_V)
+    return total / (len(first_NE) * len(bias_V))
 
 
 def _summed_cross_entropy(
@@ -81,20 +78,25 @@ def _summed_cross_entropy(
 
 
 def _summed_squares(
-    varying_NF: Tensor, rows_NF: Tensor, matrix_VF: Tensor, *, gradients: bool
+    varying_NE: Tensor, rows_NE: Tensor, decoder_VE: Tensor, *, gradients: bool
 ) -> WithGradients:
-    """The sum of (rows @ matrix.T)**2, as that of (rows @ gram) * rows with gram_FF = matrix.T @ matrix."""
-    product_NF = rows_NF @ (matrix_VF.t() @ matrix_VF)
-    total = (product_NF * rows_NF).sum()
+    """The sum of (rows @ decoder.T)**2, as that of (rows @ gram) * rows with gram_EE = decoder.T @ decoder.
+
+    The rest of the rows, rows - varying, stands for a product with the decoder that is a constant.
+    """
+    product_NE = rows_NE @ (decoder_VE.t() @ decoder_VE)
+    total = (product_NE * rows_NE).sum()
     if not gradients:
         return total, ()
-    return total, (2 * product_NF, matrix_VF @ (2 * rows_NF.t() @ varying_NF))
+    return total, (2 * product_NE, decoder_VE @ (2 * rows_NE.t() @ varying_NE))
 
 
-def _with_column(matrix: Tensor, column: Tensor | float) -> Tensor:
-    if isinstance(column, float):
-        column = matrix.new_full((len(matrix),), column)
-    return torch.cat([matrix, column.unsqueeze(1)], dim=1)
+def _summed_squares_from_a_constant(
+    varying_NE: Tensor, rows_NE: Tensor, decoder_VE: Tensor, bias_V: Tensor, *, gradients: bool
+) -> WithGradients:
+    """The same where each of the two products has the bias, but only the varying one varies with it."""
+    total, made = _summed_squares(varying_NE, rows_NE, decoder_VE, gradients=gradients)
+    return total, (*made, decoder_VE @ (2 * rows_NE.sum(0))) if gradients else ()
 
 
 def _differentiable(summed: Callable[..., WithGradients], *inputs: Tensor) -> Tensor:
@@ -116,7 +118,7 @@ class _MadeWithItsGradients(torch.autograd.Function):
     def backward(ctx: Any, *d_totals: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph asks for the gradient of a gradient; the losses of regularizers.head have none: "
+                "create_graph asks for the gradient of a gradient, and regularizers.head makes none: "
                 "leave it out, or make the loss from whole logits"
             )
         return None, *(d_totals[0] * gradient for gradient in ctx.saved_tensors)

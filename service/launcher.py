@@ -23,16 +23,18 @@ DRIVER_ENVIRONMENT = {
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "RAY_AIR_NEW_OUTPUT": "0",
     "OMP_NUM_THREADS": "1",  # two OpenMP threads that meet on a core cost up to ten times
-    # glibc gives logits-sized buffers back to the kernel after every step and faults them in again: half the time
-    # of a small model on CPU.
+    # glibc gives logits-sized buffers back to the kernel after every step and faults them in again: half the
+    # time of a small model on CPU.
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "MALLOC_TOP_PAD_": str(2**26),
     "PYTHONUNBUFFERED": "1",
+    "SPT_NOENV": "1",  # Ray's processes give themselves titles, which would overwrite the mark
     "TZ": "UTC",  # Optuna stamps trials with naive local time
 }
 MARK = "FRATERNAL_DRIVER_OF"
 """Environment variable that marks a driver and all that it starts with the sweep's id."""
+LOG_TAIL_BYTES = 2000
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,13 @@ class Launcher(Protocol):
         """Make sure that nothing of any driver of this sweep is left: no process, no folder. Idempotent."""
 
     def log_tail(self, sweep_id: str) -> str:
-        """The driver's last words, for people."""
+        """The driver's last words, for people; no NUL, which PostgreSQL would refuse."""
 
 
 class LocalLauncher:
     """A driver is a process in a session of its own on this machine.
 
-    What it starts, Ray's processes and their workers, inherits the mark in its environment, and is found by it.
+    What it starts, Ray's processes and their workers, inherits the mark in its environment: it is found by it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -89,7 +91,7 @@ class LocalLauncher:
         return {"pid": child.pid, "started": psutil.Process(child.pid).create_time()}
 
     def _environment(self, sweep_id: str) -> dict[str, str]:
-        """Settings travel in the environment: a command line would show the database's password to everyone."""
+        """Settings travel in the environment: a command line would show everyone the database's password."""
         settings = {
             "FRATERNAL_DATA_DIR": str(self._settings.data_dir.resolve()),
             "FRATERNAL_DATABASE_URL": self._settings.resolved_database_url,
@@ -123,7 +125,9 @@ class LocalLauncher:
 
     def log_tail(self, sweep_id: str) -> str:
         try:
-            return self._log(sweep_id).read_text(errors="replace")[-2000:]
+            with self._log(sweep_id).open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+                return log.read().decode(errors="replace").replace("\0", "\N{REPLACEMENT CHARACTER}")
         except FileNotFoundError:
             return ""
 
@@ -132,7 +136,7 @@ class LocalLauncher:
 
 
 def _scratch(sweep_id: str) -> Path:
-    """Ray's folder. Short, since Ray keeps sockets in it; named by the sweep, so that no crash makes it unfindable."""
+    """Ray's folder. Short, since Ray keeps sockets in it; named by the sweep, so that any process finds it."""
     return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
 
 
@@ -148,12 +152,12 @@ def _marked_processes(sweep_id: str) -> list[psutil.Process]:
 
 
 def _visible_gpus() -> list[str]:
-    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves; read from the driver's files, since torch is not loaded here."""
+    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, by their driver's files: torch is not loaded here."""
     try:
         present = sorted(os.listdir("/proc/driver/nvidia/gpus"))
     except FileNotFoundError:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        present if visible is None else present[: len([part for part in visible.split(",") if part.strip()])]
-    )
+    if visible is None:
+        return present
+    return present[: len([part for part in visible.split(",") if part.strip()])]

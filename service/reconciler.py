@@ -33,12 +33,13 @@ class Reconciler:
         self._thread.start()
 
     def stop(self, *, stop_drivers: bool) -> None:
-        """Stop looking. Drivers go on by themselves, unless they are to stop too; their sweeps resume at the next start."""
+        """Stop looking. Drivers go on by themselves, unless they are to stop too; the next start resumes them."""
         self._stopped.set()
         self._thread.join()
         if stop_drivers:
             for record in self._records.list_sweeps("running"):
                 self._launcher.end(record.id)
+                self._records.release(record)
 
     @property
     def is_running(self) -> bool:
@@ -52,23 +53,27 @@ class Reconciler:
                 log.exception("the reconciler could not finish its round")
 
     def reconcile(self) -> None:
-        """One look at every open sweep."""
-        running = 0
-        for record in self._records.list_sweeps("running", "queued"):
-            if record.desired_state == "cancelled":
-                self._cancel(record)
-            elif record.state == "running":
-                running += 1
-                if self._needs_driver(record):
-                    self._start_driver(record)
-            elif running < self._running_sweeps:
-                running += 1
-                self._start_driver(record)
+        """One look at every open sweep. What goes wrong with one keeps no other waiting."""
+        records = self._records.list_sweeps("running", "queued")
+        room = self._running_sweeps - sum(record.state == "running" for record in records)
+        for record in records:
+            waits = record.state == "queued" and record.desired_state == "running"
+            if waits and room <= 0:
+                continue
+            room -= waits
+            try:
+                self._look_at(record)
+            except Exception:
+                log.exception("sweep %s could not be brought to what is wished for", record.id)
+
+    def _look_at(self, record: SweepRecord) -> None:
+        if record.desired_state == "cancelled":
+            self._cancel(record)
+        elif record.state == "queued" or self._needs_driver(record):
+            self._start_driver(record)
 
     def _needs_driver(self, record: SweepRecord) -> bool:
-        if (
-            record.driver is None
-        ):  # claimed; its driver is being started, or was lost before it was written down
+        if record.driver is None:  # being started, or lost before it was written down
             return record.lease_expired
         return record.lease_expired or not self._launcher.is_alive(record.driver)
 
@@ -100,7 +105,7 @@ class Reconciler:
 
     def _close(self, record: SweepRecord, state: str, reason: str | None, failure: Failure) -> None:
         """End a sweep from outside: fence its driver off, end it, and write what it can no longer write."""
-        generation = self._records.claim(record, fruitless=0, epochs_done=record.epochs_at_launch)
+        generation = self._records.fence(record)
         if generation is None:
             return
         self._launcher.end(record.id)

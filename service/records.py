@@ -42,6 +42,8 @@ from trials.spec import SweepSpec
 
 LEASE = timedelta(seconds=20)
 """How long a driver may be silent before another one is started."""
+FIRST_LEASE = timedelta(seconds=60)
+"""The same before its first word: on a busy machine, to load what a driver needs takes longer than a lease."""
 
 metadata = MetaData()
 
@@ -167,7 +169,7 @@ class Records:
         return bool(changed)
 
     def claim(self, record: SweepRecord, *, fruitless: int, epochs_done: int) -> int | None:
-        """Take a sweep over from driver generation g: from here on, nothing that g's driver writes is accepted.
+        """Take a sweep over for a new driver: from here on, nothing that an earlier one writes is accepted.
 
         Returns the new generation, or None if somebody else was faster.
         """
@@ -175,13 +177,24 @@ class Records:
         values = {
             "generation": generation,
             "state": "running",
-            "lease_until": _naive(now() + LEASE),
+            "lease_until": _naive(now() + FIRST_LEASE),
             "started_at": _naive(record.started_at or now()),
             "driver": None,
             "fruitless_launches": fruitless,
             "epochs_at_launch": epochs_done,
         }
         return generation if self._move(record.id, record.generation, "driver_started", values) else None
+
+    def fence(self, record: SweepRecord) -> int | None:
+        """As `claim`, but for nobody: whoever ends a sweep first makes sure that its driver writes no more."""
+        generation = record.generation + 1
+        values = {"generation": generation, "driver": None, "lease_until": None}
+        return generation if self._move(record.id, record.generation, "driver_fenced", values) else None
+
+    def release(self, record: SweepRecord) -> None:
+        """Write down that a driver was stopped for no fault of its own; the next look starts another."""
+        values = {"driver": None, "lease_until": None, "epochs_at_launch": -1}  # so it was not fruitless
+        self._move(record.id, record.generation, "driver_stopped", values)
 
     def finish(self, sweep_id: str, generation: int, state: str, reason: str | None) -> bool:
         """Write a sweep's end, unless another generation has taken it over."""
@@ -250,7 +263,7 @@ class Records:
 
 
 class SweepJournal:
-    """trials.ledger.Journal of one driver generation: every write is refused once another generation has begun."""
+    """trials.ledger.Journal of one driver generation: refuses to write once another generation has begun."""
 
     def __init__(self, records: Records, sweep_id: str, generation: int) -> None:
         self._engine = records.engine
@@ -308,7 +321,7 @@ def open_engine(url: str) -> Engine:
 
 
 def tune_sqlite(engine: Engine) -> None:
-    """WAL lets readers and a writer work at once; NORMAL keeps every committed write unless the machine loses power."""
+    """WAL lets readers and a writer work at once; NORMAL keeps every commit unless the machine loses power."""
 
     @event.listens_for(engine, "connect")
     def set_pragmas(connection: Any, _record: Any) -> None:
@@ -319,10 +332,12 @@ def tune_sqlite(engine: Engine) -> None:
 
 
 def migrate(engine: Engine) -> None:
-    """Bring our tables to this version's shape; a database that is there already keeps its rows."""
+    """Bring our tables to this version's shape, or change nothing; what is there already keeps its rows."""
     config = alembic.config.Config()
     config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
     with engine.begin() as connection:
+        if engine.dialect.name == "sqlite":  # Python's module would commit after every CREATE TABLE
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
         config.attributes["connection"] = connection
         alembic.command.upgrade(config, "head")
 

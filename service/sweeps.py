@@ -1,11 +1,14 @@
-"""What clients may do with sweeps: create, look, cancel, fetch. Wishes are written down; the reconciler carries them out."""
+"""What clients may do with sweeps: create, look, cancel, fetch.
+
+Wishes are written down; the reconciler carries them out.
+"""
 
 import hashlib
 import math
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import optuna
 from optuna.storages import BaseStorage, get_storage
@@ -88,7 +91,7 @@ class SweepController:
             Problem(
                 f"/resources/{kind}",
                 "resources_infeasible",
-                f"a trial asks for {asked[kind]:g} {kind}, but there are {there[kind]:g}; ask for at most that many",
+                f"a trial asks for {asked[kind]:g} {kind}, but there are {there[kind]:g}; ask for no more",
             )
             for kind in asked
             if asked[kind] > there[kind]
@@ -139,13 +142,13 @@ class SweepController:
         return best
 
     def best_checkpoint(self, sweep_id: str) -> OpenCheckpoint:
-        """The best trial's archive as it is now: a better one written meanwhile does not disturb its reader."""
+        """The best trial's archive as it is now: a better one, written later, does not disturb its reader."""
         number = self.best(sweep_id).number
         try:
             file = self._store.open_best(sweep_id, number)
         except FileNotFoundError as error:
             raise NoCheckpointYet(f"the checkpoint of trial {number} of sweep {sweep_id} is gone") from error
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        sha256 = hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
         size = file.tell()
         file.seek(0)
         return OpenCheckpoint(file, size, sha256, f"{sweep_id}-t{number:05d}-best.tar")
@@ -218,8 +221,12 @@ def _count(trials: list[TrialView], budget: int) -> TrialCounts:
 
 
 def _best(trials: list[TrialView]) -> TrialView | None:
-    usable = [trial for trial in trials if trial.best_epoch is not None and trial.state != "FAIL"]
-    return min(usable, key=lambda trial: trial.best_valid_loss or math.inf, default=None)
+    losses = {
+        trial.number: trial.best_valid_loss
+        for trial in trials
+        if trial.best_valid_loss is not None and trial.state != "FAIL"
+    }
+    return min((trial for trial in trials if trial.number in losses), key=lambda trial: losses[trial.number], default=None)
 
 
 def _time_left_s(record: SweepRecord, counts: TrialCounts) -> float | None:

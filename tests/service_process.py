@@ -19,7 +19,7 @@ from service.launcher import MARK
 PATIENCE_S = 120
 
 
-def write_corpus(directory: Path, tokens: int = 12_000) -> Path:
+def write_corpus(directory: Path, tokens: int = 6_000) -> Path:
     """A text of 60 words in which each word narrows the choice of the next: something to learn, quickly."""
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(1)

@@ -322,6 +322,13 @@ def test_best_is_every_epoch_below_all_earlier_ones() -> None:
     assert {result.is_best for result in results} == {False, True}
 
 
+def test_an_epoch_that_only_equals_the_best_is_not_best() -> None:
+    training = build(replace(CONFIG, epochs=2, lr=1e-30, weight_decay=0))
+    first, second = training.epochs()
+    assert first.valid_loss == second.valid_loss
+    assert (first.is_best, second.is_best) == (True, False)
+
+
 # --- going on
 
 

@@ -1,5 +1,6 @@
-"""One attempt at a trial, from its task to its last report. No ray, no database: it reads and writes checkpoints only."""
+"""One attempt at a trial, from its task to its last report. No ray, no database: only checkpoints."""
 
+import math
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,12 +18,15 @@ from trials.training import Diverged, EpochResult, Training
 METRICS = ("epoch", "train_loss", "valid_loss", "raw_valid_loss", "averaged")
 """What is kept of an epoch beside its weights; no timings, so that equal runs make equal files."""
 
+CPU_OUT_OF_MEMORY = "can't allocate memory"
+"""What torch says; it has an exception for a GPU's memory only."""
+
 
 def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Report]:
     """Train a trial to its end, from its `last` checkpoint where there is one, and report every epoch.
 
-    Epochs that an earlier attempt trained but nobody recorded are reported again. Whatever goes wrong inside the trial
-    is the last report; nothing is raised.
+    The latest recorded epoch is reported again, and so is what was trained but never recorded.
+    Whatever goes wrong inside the trial is the last report; nothing is raised.
     """
     try:
         yield from _train(task, store, data_dir)
@@ -32,7 +36,11 @@ def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[
         yield _failed("out_of_memory", str(error) or "the process could not allocate any more memory")
     except CorpusError as error:
         yield _failed("user_error", str(error))
-    except Exception:  # a trial's own failure ends that trial and no other
+    except OSError:  # the store's disk is full, or its network is down
+        yield _failed("infrastructure", traceback.format_exc())
+    except Exception as error:  # a trial's own failure ends that trial and no other
+        out_of_memory = isinstance(error, RuntimeError) and CPU_OUT_OF_MEMORY in str(error)
+        yield _failed("out_of_memory" if out_of_memory else "user_error", traceback.format_exc())
         yield _failed("user_error", traceback.format_exc())
 
 
@@ -49,13 +57,21 @@ def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Repor
         task.device,
     )
     _resume(training, task, store)
-    for result in training.history[min(task.recorded_epochs, task.config.training.epochs - 1) :]:
+    for result in training.history[max(0, task.recorded_epochs - 1) :]:
         yield _report(task, store, training, result)
     for result in training.epochs():
+        _require_finite(result)
         if result.is_best:  # before `last`: what `last` has seen, `best` never falls behind
             store.save_best(task.sweep_id, task.number, best_checkpoint(training, task, corpus).files())
         store.save_last(task.sweep_id, task.number, pack_state(*training.state()))
         yield _report(task, store, training, result)
+
+
+def _require_finite(result: EpochResult) -> None:
+    """A gradient or a penalty may overflow where the loss does not. Raises Diverged."""
+    for name, value in asdict(result).items():
+        if not math.isfinite(value):
+            raise Diverged(f"{name} is {value} in epoch {result.epoch}")
 
 
 def best_checkpoint(training: Training, task: Task, corpus: Corpus) -> BestCheckpoint:

@@ -1,4 +1,4 @@
-"""What is inside a checkpoint: `best`, weights to use, and `last`, all that training needs to go on bit-exactly.
+"""What is inside a checkpoint: `best`, weights to use; `last`, all that training needs to go on bit-exactly.
 
 Tensors are safetensors, the rest is JSON and text: loading never executes anything.
 """

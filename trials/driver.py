@@ -37,7 +37,8 @@ def drive(
     if ledger.exhausted:
         return
     start_ray(scratch, ray_address)
-    threading.Thread(target=_keep_watch, args=(journal, ray_address is None), daemon=True).start()
+    done = threading.Event()
+    threading.Thread(target=_keep_watch, args=(journal, ray_address is None, done), daemon=True).start()
     search = StudySearch(
         ledger,
         max_concurrent=resources.max_concurrent or room_for(resources),
@@ -61,6 +62,7 @@ def drive(
         ),
     )
     tuner.fit()
+    done.set()  # from here on Ray may go
     ray.shutdown()
 
 
@@ -86,14 +88,13 @@ def room_for(resources: Resources) -> int:
     return max(1, int(min(by_cpu, by_gpu)))
 
 
-def _keep_watch(journal: Journal, own_ray: bool) -> None:
-    """Renew the lease until the process ends; end it when another driver has the sweep, or when our Ray is gone.
+def _keep_watch(journal: Journal, own_ray: bool, done: threading.Event) -> None:
+    """Renew the lease; end the process when another driver has the sweep, or when our Ray is gone.
 
     Without its raylet, fit() would loop for ever.
     """
-    pause = threading.Event()
-    while not pause.wait(BEAT_S):
-        if own_ray and not _ray_is_alive():
+    while not done.wait(BEAT_S):
+        if own_ray and not _ray_is_alive() and not done.is_set():
             os._exit(EXIT_RAY_DIED)
         try:
             journal.beat()

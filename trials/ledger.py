@@ -1,4 +1,4 @@
-"""The study as the ledger of trials: who runs next, what was reported, how each trial ended. No ray, no torch.
+"""The study as the ledger of trials: who runs next, what was reported, how each one ended. No ray, no torch.
 
 Only the driver that holds a sweep's lease writes trial rows, and it does so here.
 """
@@ -23,7 +23,7 @@ from trials.store import CheckpointStore
 
 FailureClass = Literal["diverged", "out_of_memory", "infrastructure", "user_error", "cancelled"]
 MOST_INTERMEDIATE_VALUES = 50
-"""A trial's share of Optuna's intermediate values: the dashboard takes seconds to draw 400 trials of 500 epochs."""
+"""Of one trial in Optuna: the dashboard takes seconds to draw 400 trials of 500 epochs."""
 
 
 class Fenced(Exception):
@@ -83,12 +83,12 @@ class Report:
 class StudyLedger:
     """Hands out tasks and writes down what becomes of them.
 
-    A ledger that is opened on a study with RUNNING rows hands those out first, under their own numbers and with
-    their own parameters: they are what an earlier driver left behind.
+    A ledger that is opened on a study with RUNNING rows hands those out first, under their own numbers and
+    with their own parameters: they are what an earlier driver left behind.
 
-    A crash may come between any two writes. So what must not be done twice is written last: an epoch's row in the
-    journal after all else about it, the class of a failure after its message. An attempt reports the latest
-    recorded epoch again, and what should have followed it then follows.
+    A crash may come between any two writes. So what tells that something is done is written last: an epoch's
+    row in the journal, the class of a failure. An attempt reports the latest recorded epoch again, and what
+    should have followed it then follows.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class StudyLedger:
         params = {name: suggest(trial, name, choices) for name, choices in self._spec.sampled(arm)}
         config = self._spec.trial_config(arm, params)
         attempt = int(trial.user_attrs.get("attempt", 0)) + 1
-        attributes = {
+        attributes: dict[str, Any] = {
             "arm": arm,
             "draw": self._spec.draw_of(trial.number),
             "seed": self._spec.seed_of(trial.number),
@@ -200,10 +200,8 @@ class StudyLedger:
         failures = int(trial.user_attrs.get("failures", 0)) + 1
         trial.set_user_attr("failures", failures)
         if failures > self._spec.retry.max_failures:
-            self._fail(
-                trial,
-                Failure("infrastructure", f"the worker died {failures} times; the last time: {message}"),
-            )
+            words = f"{failures} attempts came to nothing; the last one: {message}"
+            self._fail(trial, Failure("infrastructure", words))
         else:
             self._journal.record_event(
                 "trial_lost", number=task.number, attempt=task.attempt, message=message
@@ -295,8 +293,8 @@ def build_pruner(spec: SweepSpec) -> BasePruner:
 
 
 def rung_epochs(halving: SuccessiveHalving, epochs: int) -> frozenset[int]:
-    """The epochs after which a trial may be pruned: min_epochs times powers of the reduction factor, or the next
-    that Optuna hears of; never the last.
+    """Where a trial may be pruned: after min_epochs times the powers of the reduction factor, or the next
+    epoch that Optuna hears of; never after the last.
     """
     reported = sorted(intermediate_epochs(epochs))
     rungs, rung = set(), halving.min_epochs

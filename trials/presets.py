@@ -8,8 +8,8 @@ DROPOUT_MULTIPLIERS = {
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # Zolna et al. 2018, Table "FDvsELD": more than 400 runs of the 24 M model on Penn Treebank, AR and TAR off;
-    # the baseline is AWD-LSTM without fine-tuning, 60.7.
+    # Zolna et al. 2018, Table "FDvsELD": more than 400 runs of the 24 M model on Penn Treebank, AR and TAR
+    # off; the baseline is AWD-LSTM without fine-tuning, 60.7.
     "paper-search": {
         "name": "paper-search",
         "model": {"embed_p": 0.1, "input_p": 0.4, "hidden_p": 0.25, "output_p": 0.4, "weight_p": 0.5},

@@ -262,7 +262,7 @@ class SweepSpec(Wire):
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:
-        """Whatever is sampled makes a valid trial: each end of each range does, and the widest products do."""
+        """Whatever is sampled makes a valid trial: every end of a range does, and the widest products do."""
         for arm, fixed in self.arms.items():
             for parameter in fixed:
                 _check_known(parameter, f"/arms/{arm}/{_escaped(parameter)}")

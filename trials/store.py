@@ -1,7 +1,7 @@
 """Where checkpoints live: every path, and files that are written whole. No torch.
 
-An archive is an uncompressed tar of a few named files and their SHA256SUMS. It is one file, so that replacing it is one
-rename and fetching it is one download; its bytes are a function of its contents.
+An archive is an uncompressed tar of a few named files and their SHA256SUMS. It is one file, so that replacing
+it is one rename and fetching it is one download; its bytes are a function of its contents.
 """
 
 import hashlib
@@ -49,13 +49,13 @@ class CheckpointStore:
         return hashlib.sha256(archive).hexdigest()
 
     def open_best(self, sweep_id: str, number: int) -> BinaryIO:
-        """The archive, open for reading; a replacement does not disturb the reader. Raises FileNotFoundError."""
+        """The archive, open for reading: undisturbed by a replacement. Raises FileNotFoundError."""
         return cast(BinaryIO, self._files.open(self._path(sweep_id, number, "best.tar"), "rb"))
 
     def best_sha256(self, sweep_id: str, number: int) -> str:
         """SHA-256 of the best checkpoint's file. Raises FileNotFoundError."""
         with self.open_best(sweep_id, number) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
     def _path(self, sweep_id: str, number: int, name: str) -> str:
         return f"{self._root}/{sweep_id}/t{number:05d}/{name}"

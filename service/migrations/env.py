@@ -1,4 +1,7 @@
-"""Alembic's entry: migrates over the connection it is given. Optuna has a version table of its own in the same database."""
+"""Alembic's entry: migrates over the connection it is given.
+
+Optuna has a version table of its own in the same database.
+"""
 
 from alembic import context
 
