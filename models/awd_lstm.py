@@ -38,11 +38,10 @@ class Masks:
 class Pass:
     """What one pass over a window yields."""
 
-    logits_TBV: Tensor
     raw_TBH: Tensor
     """The last layer's output."""
     dropped_TBH: Tensor
-    """The same after output dropout."""
+    """The same after output dropout: what the decoder makes logits of."""
     state: State
     """The final state, detached."""
 
@@ -112,8 +111,16 @@ class AWDLSTM(nn.Module):
             raw, (h, c) = functional_call(lstm, weights, (hidden, (h, c)))
             final.append((h.detach(), c.detach()))
             hidden = _masked(raw, output_mask)
-        decoder = self.embedding if self.decoder is None else self.decoder
-        return Pass(F.linear(hidden, decoder, self.decoder_bias), raw, hidden, tuple(final))
+        return Pass(raw, hidden, tuple(final))
+
+    @property
+    def decoder_VH(self) -> Tensor:
+        """The decoder's matrix: the embedding's where the two are tied."""
+        return self.embedding if self.decoder is None else self.decoder
+
+    def decode(self, dropped_TBH: Tensor) -> Tensor:
+        """The logits, (T, B, V). A training step does without: they are its largest tensor by far."""
+        return F.linear(dropped_TBH, self.decoder_VH, self.decoder_bias)
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -3,26 +3,33 @@
 T time steps, B batch, V vocabulary, H width of the last layer's output.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regularizers.config import Regularization
+from regularizers.head import cross_entropy, mean_square, mean_square_difference
 
 
 class Pass(Protocol):
     """What a loss needs to know of one pass over a window."""
 
     @property
-    def logits_TBV(self) -> Tensor: ...
-    @property
     def raw_TBH(self) -> Tensor: ...
     @property
     def dropped_TBH(self) -> Tensor: ...
+
+
+class Decoder(Protocol):
+    """What makes the logits of a pass: dropped_TBH @ decoder_VH.T + decoder_bias."""
+
+    @property
+    def decoder_VH(self) -> Tensor: ...
+    @property
+    def decoder_bias(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -43,31 +50,22 @@ class LossParts:
     tar: Tensor
 
 
-PENALTIES: dict[str, Callable[..., Tensor]] = {
-    "none": lambda *logits: logits[0].new_zeros(()),
-    "difference": F.mse_loss,
-    "norm": lambda logits_TBV: logits_TBV.square().mean(),
-}
-"""What a declared penalty makes of the logits of its passes."""
-
-
 def loss_parts(
-    regularization: Regularization, first: Pass, second: Pass | None, targets_TB: Tensor
+    regularization: Regularization, first: Pass, second: Pass | None, decoder: Decoder, targets_TB: Tensor
 ) -> LossParts:
     """The loss of a window from its passes; `second` is None where the regularizer has no second pass.
 
     Means over T, B and V, not the sums of Zolna et al. 2018, eq. 1: the paper's kappa refers to means.
     AR and TAR (Merity et al. 2017, §4.6) look at the first pass only.
     """
-    declaration = regularization.declaration
-    logits = [first.logits_TBV]
-    if second is not None:
-        gradient = regularization.second_pass_has_gradient
-        logits.append(second.logits_TBV if gradient else second.logits_TBV.detach())
-    judged = logits if declaration.target == "mean" else logits[:1]
-    cross_entropies = [_cross_entropy(logits_TBV, targets_TB) for logits_TBV in judged]
+    hidden = [each.dropped_TBH.flatten(0, 1) for each in (first, second) if each is not None]
+    judged = hidden if regularization.declaration.target == "mean" else hidden[:1]
+    cross_entropies = [
+        cross_entropy(hidden_NH, decoder.decoder_VH, decoder.decoder_bias, targets_TB.flatten())
+        for hidden_NH in judged
+    ]
     target = torch.stack(cross_entropies).mean()
-    penalty = PENALTIES[declaration.penalty](*logits)
+    penalty = _penalty(regularization, hidden, decoder)
     ar, tar = first.dropped_TBH.square().mean(), _temporal_activation(first.raw_TBH)
     total = target
     for factor, part in (
@@ -80,8 +78,19 @@ def loss_parts(
     return LossParts(total, target, cross_entropies[0].detach(), penalty, ar, tar)
 
 
-def _cross_entropy(logits_TBV: Tensor, targets_TB: Tensor) -> Tensor:
-    return F.cross_entropy(logits_TBV.flatten(0, 1), targets_TB.flatten())
+def _penalty(regularization: Regularization, hidden: Sequence[Tensor], decoder: Decoder) -> Tensor:
+    """What is declared to be made of the logits of the passes, whose dropped outputs are `hidden`."""
+    weights = decoder.decoder_VH, decoder.decoder_bias
+    match regularization.declaration.penalty:
+        case "none":
+            return hidden[0].new_zeros(())
+        case "norm":
+            return mean_square(hidden[0], *weights)
+        case "difference":
+            first_NH, second_NH = hidden
+            return mean_square_difference(
+                first_NH, second_NH, *weights, second_gradient=regularization.second_pass_has_gradient
+            )
 
 
 def _temporal_activation(raw_TBH: Tensor) -> Tensor:

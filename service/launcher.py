@@ -63,7 +63,7 @@ class Launcher(Protocol):
 class LocalLauncher:
     """A driver is a process in a session of its own on this machine.
 
-    What it starts, Ray's processes and their workers, inherits the mark in its environment: it is found by it.
+    What it starts, Ray's processes and their workers, inherits the mark in its environment and is found.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -136,7 +136,7 @@ class LocalLauncher:
 
 
 def _scratch(sweep_id: str) -> Path:
-    """Ray's folder. Short, since Ray keeps sockets in it; named by the sweep, so that any process finds it."""
+    """Ray's folder. Short, since Ray keeps sockets in it; named by the sweep, so that it is found."""
     return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
 
 

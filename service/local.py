@@ -1,5 +1,6 @@
 """`fraternal train` and `fraternal evaluate`: one model on this machine, without a service. Loads torch."""
 
+import json
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -68,25 +69,21 @@ def evaluate_file(file: Path, split: str, other_corpus: dict[str, Any] | None, d
         raise CommandFailed(f"a split is one of {', '.join(SPLITS)}; found {split!r}")
     try:
         checkpoint = read_best(file)
+        own_corpus, own_sha256 = (checkpoint.config[name] for name in ("corpus", "corpus_sha256"))
+        recorded_valid_loss = checkpoint.metrics["valid_loss"]
     except CorruptCheckpoint as error:
         raise CommandFailed(str(error)) from error
+    except KeyError as error:
+        raise CommandFailed(f"{file} was not written by this program: it does not say its {error}") from error
     model = rebuild(checkpoint)
-    source = _parse_corpus(other_corpus or checkpoint.config["corpus"])
-    corpus = _load(_with_every_word(source), data_dir)
-    tokens = corpus.vocabulary.decode(_ids(corpus, split))
+    corpus = _load(_with_every_word(_parse_corpus(other_corpus or own_corpus)), data_dir)
     try:
-        ids, unknown = checkpoint.vocabulary.encode(tokens)
+        ids, unknown = checkpoint.vocabulary.encode(corpus.vocabulary.decode(_ids(corpus, split)))
+        loss = loss_of(model, ids)
     except ValueError as error:
-        raise CommandFailed(f"{file} cannot read this corpus: {error}") from error
-    return Evaluation(
-        file=str(file),
-        split=split,
-        tokens=len(ids) - 1,
-        unknown=unknown,
-        loss=loss_of(model, ids),
-        recorded_valid_loss=checkpoint.metrics["valid_loss"],
-        text_is_the_same=corpus.sha256[split] == checkpoint.config["corpus_sha256"][split],
-    )
+        raise CommandFailed(f"{file} cannot read the {split} split: {error}") from error
+    same = corpus.sha256[split] == own_sha256.get(split)
+    return Evaluation(str(file), split, len(ids) - 1, unknown, loss, recorded_valid_loss, same)
 
 
 def check_recorded_loss(result: Evaluation) -> str:
@@ -193,7 +190,7 @@ def _with_every_word(source: CorpusSpec) -> CorpusSpec:
 def _parse(kind: Any, values: dict[str, Any]) -> Any:
     adapter = TypeAdapter(kind)
     try:
-        return adapter.validate_python(values)
+        return adapter.validate_json(json.dumps(values), strict=True)  # as strict as the service
     except ValidationError as error:
         problems = problems_in(cast(Any, error.errors()), values, adapter.json_schema())
         raise CommandFailed("\n  ".join(f"{found.pointer}: {found.message}" for found in problems)) from error

@@ -33,7 +33,7 @@ class Reconciler:
         self._thread.start()
 
     def stop(self, *, stop_drivers: bool) -> None:
-        """Stop looking. Drivers go on by themselves, unless they are to stop too; the next start resumes them."""
+        """Stop looking. Drivers go on by themselves, or stop too until the next start."""
         self._stopped.set()
         self._thread.join()
         if stop_drivers:

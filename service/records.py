@@ -43,7 +43,7 @@ from trials.spec import SweepSpec
 LEASE = timedelta(seconds=20)
 """How long a driver may be silent before another one is started."""
 FIRST_LEASE = timedelta(seconds=60)
-"""The same before its first word: on a busy machine, to load what a driver needs takes longer than a lease."""
+"""The same before its first word: on a busy machine, loading what a driver needs may outlast a lease."""
 
 metadata = MetaData()
 
@@ -186,7 +186,7 @@ class Records:
         return generation if self._move(record.id, record.generation, "driver_started", values) else None
 
     def fence(self, record: SweepRecord) -> int | None:
-        """As `claim`, but for nobody: whoever ends a sweep first makes sure that its driver writes no more."""
+        """As `claim`, but for nobody: a sweep is ended once its driver can write no more."""
         generation = record.generation + 1
         values = {"generation": generation, "driver": None, "lease_until": None}
         return generation if self._move(record.id, record.generation, "driver_fenced", values) else None
@@ -321,7 +321,7 @@ def open_engine(url: str) -> Engine:
 
 
 def tune_sqlite(engine: Engine) -> None:
-    """WAL lets readers and a writer work at once; NORMAL keeps every commit unless the machine loses power."""
+    """WAL lets readers and a writer work at once; NORMAL keeps a commit unless the machine loses power."""
 
     @event.listens_for(engine, "connect")
     def set_pragmas(connection: Any, _record: Any) -> None:

@@ -178,8 +178,8 @@ class SweepController:
             id=record.id,
             name=record.spec.name,
             labels=record.spec.labels,
-            state=record.state,  # type: ignore[arg-type]  # pydantic checks it
-            desired_state=record.desired_state,  # type: ignore[arg-type]
+            state=record.state,
+            desired_state=record.desired_state,
             state_reason=record.state_reason,
             created_at=record.created_at,
             started_at=record.started_at,
@@ -221,12 +221,12 @@ def _count(trials: list[TrialView], budget: int) -> TrialCounts:
 
 
 def _best(trials: list[TrialView]) -> TrialView | None:
-    losses = {
-        trial.number: trial.best_valid_loss
+    usable = [
+        (trial.best_valid_loss, trial.number)
         for trial in trials
         if trial.best_valid_loss is not None and trial.state != "FAIL"
-    }
-    return min((trial for trial in trials if trial.number in losses), key=lambda trial: losses[trial.number], default=None)
+    ]
+    return trials[min(usable)[1]] if usable else None
 
 
 def _time_left_s(record: SweepRecord, counts: TrialCounts) -> float | None:

@@ -99,11 +99,12 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def played_service(data_dir: Path) -> Iterator[httpx.Client]:
-    """A client of a service that runs in this process, from start-up to shutdown."""
+def played_service(data_dir: Path, *, plays: bool = True) -> Iterator[httpx.Client]:
+    """A client of a service that runs in this process; unless it plays, its sweeps stay queued."""
+    data_dir.mkdir(parents=True, exist_ok=True)
     settings = Settings(data_dir=data_dir, port=0)
     app = create_app(settings, PlayingLauncher(settings))
-    server = _Server(uvicorn.Config(app, port=0, log_level="critical"))
+    server = _Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="on" if plays else "off"))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

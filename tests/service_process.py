@@ -88,6 +88,9 @@ class ServiceProcess:
     def stop(self) -> None:
         self._end(signal.SIGTERM)
 
+    def close(self) -> None:
+        self._http.close()
+
     def _end(self, how: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(how)
@@ -144,6 +147,7 @@ def running_service(data_dir: Path) -> Iterator[ServiceProcess]:
         yield service
     finally:
         service.stop()
+        service.close()
         for process in marked_processes():
             if str(data_dir) in process.environ().get("FRATERNAL_DATA_DIR", ""):
                 process.kill()

@@ -36,6 +36,10 @@ def run(model: AWDLSTM, masks: Masks | None, tokens_TB: Tensor | None = None) ->
     return result
 
 
+def logits(model: AWDLSTM, masks: Masks | None, tokens_TB: Tensor | None = None) -> Tensor:
+    return model.decode(run(model, masks, tokens_TB).dropped_TBH)
+
+
 def every_mask(masks: Masks) -> list[Tensor]:
     each = (masks.embed_V, masks.input_TBE, *masks.hidden_1BH, masks.output_TBH, *masks.weights_4HH)
     return [mask for mask in each if mask is not None]
@@ -65,9 +69,10 @@ SHAPES = [
 def test_every_parameter_of_every_shape_gets_a_gradient(config: AWDLSTMConfig) -> None:
     model = build(config)
     result = run(model, model.draw_masks(B, T, seeded(3)))
-    assert result.logits_TBV.shape == (T, B, V)
+    logits_TBV = model.decode(result.dropped_TBH)
+    assert logits_TBV.shape == (T, B, V)
     assert result.raw_TBH.shape == (T, B, 7 if config.tied else config.hidden_size)
-    torch.autograd.backward(F.cross_entropy(result.logits_TBV.flatten(0, 1), window().flatten()))
+    torch.autograd.backward(F.cross_entropy(logits_TBV.flatten(0, 1), window().flatten()))
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert without == []
 
@@ -79,7 +84,7 @@ def test_state_dict_holds_each_parameter_once_and_loads_again(tied: bool) -> Non
     assert list(weights) == [name for name, _ in model.named_parameters()]
     assert len({tensor.data_ptr() for tensor in weights.values()}) == len(weights)
     other.load_state_dict(weights)
-    assert torch.equal(run(model, None).logits_TBV, run(other, None).logits_TBV)
+    assert torch.equal(logits(model, None), logits(other, None))
 
 
 def test_initial_weights_are_uniform_in_their_bounds() -> None:
@@ -100,24 +105,24 @@ def test_without_masks_it_is_a_plain_lstm() -> None:
         plain.load_state_dict(lstm.state_dict())
         hidden, _ = plain(hidden)
     expected = hidden @ model.embedding.T + model.decoder_bias
-    first, again = run(model, None), run(model, None)
-    assert torch.equal(first.logits_TBV, again.logits_TBV)
-    torch.testing.assert_close(first.logits_TBV, expected, rtol=0, atol=1e-12)
+    first, again = logits(model, None), logits(model, None)
+    assert torch.equal(first, again)
+    torch.testing.assert_close(first, expected, rtol=0, atol=1e-12)
 
 
 def test_train_and_eval_mode_change_nothing() -> None:
     model = build()
     masks = model.draw_masks(B, T, seeded(3))
     for given in (masks, None):
-        training, evaluating = run(model.train(), given), run(model.eval(), given)
-        assert torch.equal(training.logits_TBV, evaluating.logits_TBV)
+        training, evaluating = logits(model.train(), given), logits(model.eval(), given)
+        assert torch.equal(training, evaluating)
 
 
 def test_parameters_stay_the_same_ones_over_training_and_evaluation() -> None:
     model = build()
     before = dict(model.named_parameters())
     for masks in (model.draw_masks(B, T, seeded(3)), None, model.draw_masks(B, T, seeded(4))):
-        torch.autograd.backward(run(model, masks).logits_TBV.square().mean())
+        torch.autograd.backward(logits(model, masks).square().mean())
         run(model.eval(), None)
         model.train()
     after = dict(model.named_parameters())
@@ -127,7 +132,7 @@ def test_parameters_stay_the_same_ones_over_training_and_evaluation() -> None:
 
 def test_dropped_weights_act_from_the_second_step_on() -> None:
     model = build(replace(KEPT, weight_p=0.5))
-    one, other = (run(model, model.draw_masks(B, T, seeded(seed))).logits_TBV for seed in (3, 4))
+    one, other = (logits(model, model.draw_masks(B, T, seeded(seed))) for seed in (3, 4))
     assert torch.equal(one[0], other[0])
     for step in range(1, T):
         assert not torch.allclose(one[step], other[step])
@@ -136,7 +141,7 @@ def test_dropped_weights_act_from_the_second_step_on() -> None:
 def test_raw_weights_get_gradient_exactly_where_they_are_kept() -> None:
     model = build(replace(KEPT, embedding_size=40, hidden_size=30, weight_p=0.7))
     masks = model.draw_masks(B, T, seeded(3))
-    torch.autograd.backward(run(model, masks).logits_TBV.square().mean())
+    torch.autograd.backward(logits(model, masks).square().mean())
     for lstm, mask in zip(model.lstms, masks.weights_4HH, strict=True):
         gradient = lstm.get_parameter("weight_hh_l0").grad
         assert gradient is not None
@@ -181,17 +186,17 @@ def test_embedding_mask_drops_whole_word_types_on_the_input_only() -> None:
     keep_V = torch.ones(V, dtype=torch.float64)
     keep_V[4] = 0
     masks = replace(model.draw_masks(B, 3, seeded(3)), embed_V=keep_V)
-    dropped = run(model, masks, tokens_TB).logits_TBV
+    dropped = logits(model, masks, tokens_TB)
     with torch.no_grad():
         model.embedding[4] = 0
-    assert torch.equal(dropped, run(model, None, tokens_TB).logits_TBV)
+    assert torch.equal(dropped, logits(model, None, tokens_TB))
 
 
 def test_embedding_mask_does_not_touch_a_tied_decoder() -> None:
     model = build(KEPT)
     masks = replace(model.draw_masks(B, T, seeded(3)), embed_V=torch.zeros(V, dtype=torch.float64))
     result = run(model, masks)
-    torch.testing.assert_close(result.logits_TBV, result.dropped_TBH @ model.embedding.T)
+    torch.testing.assert_close(model.decode(result.dropped_TBH), result.dropped_TBH @ model.embedding.T)
 
 
 def test_masks_are_a_function_of_the_generators_seed() -> None:
@@ -216,7 +221,7 @@ def test_the_global_generator_is_neither_read_nor_moved() -> None:
 
 def test_word_zero_gets_a_gradient_from_the_input() -> None:
     model = build(replace(KEPT, tied=False))
-    torch.autograd.backward(run(model, None, torch.zeros(T, B, dtype=torch.long)).logits_TBV.square().mean())
+    torch.autograd.backward(logits(model, None, torch.zeros(T, B, dtype=torch.long)).square().mean())
     assert model.embedding.grad is not None
     assert model.embedding.grad[0].abs().min().item() > 0
     assert not model.embedding.grad[1:].any()
@@ -228,7 +233,7 @@ def test_two_windows_with_the_state_carried_equal_one_long_window() -> None:
     whole = run(model, masks)
     start = run(model, masks, window()[:2])
     rest: Pass = model(window()[2:], start.state, masks)
-    torch.testing.assert_close(torch.cat([start.logits_TBV, rest.logits_TBV]), whole.logits_TBV)
+    torch.testing.assert_close(torch.cat([start.dropped_TBH, rest.dropped_TBH]), whole.dropped_TBH)
     for carried, expected in zip(itertools.chain(*rest.state), itertools.chain(*whole.state), strict=True):
         torch.testing.assert_close(carried, expected)
         assert not carried.requires_grad

@@ -124,11 +124,12 @@ def test_wrong_request_is_one_error_at_the_field_at_fault_that_says_what_is_righ
     assert says in detail["msg"]
 
 
-def test_schema_asks_for_either_a_name_or_a_path_and_describes_each_field() -> None:
+def test_schema_asks_for_either_a_name_or_a_path_is_closed_and_describes_each_field() -> None:
     schema = TypeAdapter(CorpusSpec).json_schema()
     shapes = schema["$defs"]
     assert [shape["$ref"].rsplit("/")[-1] for shape in schema["anyOf"]] == ["NamedCorpus", "PathCorpus"]
     assert [shapes[name]["required"] for name in ("NamedCorpus", "PathCorpus")] == [["name"], ["path"]]
+    assert not any(shape["additionalProperties"] for shape in shapes.values())
     assert all("description" in field for shape in shapes.values() for field in shape["properties"].values())
 
 

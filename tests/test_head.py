@@ -1,6 +1,6 @@
 """The laws of the head: what it makes of logits that it never holds is what the whole logits give.
 
-N=300, E=7, V=11: a different size on every axis; more rows than are taken at once, and no multiple of them.
+N=300, H=7, V=11: a different size on every axis; more rows than are taken at once, and no multiple of them.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from regularizers.head import (
     mean_square_difference,
 )
 
-N, E, V = 300, 7, 11
+N, H, V = 300, 7, 11
 HEADS = ("cross_entropy", "mean_square", "difference", "difference_of_a_constant")
 EVERY = pytest.mark.parametrize("name", HEADS)
 
@@ -28,7 +28,7 @@ EVERY = pytest.mark.parametrize("name", HEADS)
 class Case:
     """Hidden vectors of two passes, a decoder with a bias, and targets; the first four take gradients."""
 
-    def __init__(self, n: int = N, width: int = E, size: int = V, device: str = "cpu") -> None:
+    def __init__(self, n: int = N, width: int = H, size: int = V, device: str = "cpu") -> None:
         def normal(*shape: int) -> Tensor:
             drawn = torch.empty(shape, dtype=torch.float64).normal_(generator=generator)
             return drawn.to(device).requires_grad_()
@@ -42,23 +42,23 @@ class Case:
         return self
 
     def head(self, name: str) -> Tensor:
-        first_NE, second_NE, decoder_VE, bias_V = self.inputs
+        first_NH, second_NH, decoder_VH, bias_V = self.inputs
         heads: dict[str, Callable[[], Tensor]] = {
-            "cross_entropy": lambda: cross_entropy(first_NE, decoder_VE, bias_V, self.targets_N),
-            "mean_square": lambda: mean_square(first_NE, decoder_VE, bias_V),
+            "cross_entropy": lambda: cross_entropy(first_NH, decoder_VH, bias_V, self.targets_N),
+            "mean_square": lambda: mean_square(first_NH, decoder_VH, bias_V),
             "difference": lambda: mean_square_difference(
-                first_NE, second_NE, decoder_VE, bias_V, second_gradient=True
+                first_NH, second_NH, decoder_VH, bias_V, second_gradient=True
             ),
             "difference_of_a_constant": lambda: mean_square_difference(
-                first_NE, second_NE, decoder_VE, bias_V, second_gradient=False
+                first_NH, second_NH, decoder_VH, bias_V, second_gradient=False
             ),
         }
         return heads[name]()
 
     def whole(self, name: str) -> Tensor:
         """The same from the whole logits, by autograd."""
-        first_NE, second_NE, decoder_VE, bias_V = self.inputs
-        l1_NV, l2_NV = (hidden_NE @ decoder_VE.t() + bias_V for hidden_NE in (first_NE, second_NE))
+        first_NH, second_NH, decoder_VH, bias_V = self.inputs
+        l1_NV, l2_NV = (hidden_NH @ decoder_VH.t() + bias_V for hidden_NH in (first_NH, second_NH))
         wholes: dict[str, Callable[[], Tensor]] = {
             "cross_entropy": lambda: F.cross_entropy(l1_NV, self.targets_N),
             "mean_square": lambda: (l1_NV**2).mean(),
@@ -95,7 +95,7 @@ DEVICES = pytest.mark.parametrize(
 @EVERY
 @pytest.mark.parametrize(
     ("n", "width"),
-    [(N, E), (2 * FEWEST_ROWS_AT_ONCE, E), (1, E), (FEWEST_ROWS_AT_ONCE + 50, FEWEST_ROWS_AT_ONCE + 9)],
+    [(N, H), (2 * FEWEST_ROWS_AT_ONCE, H), (1, H), (FEWEST_ROWS_AT_ONCE + 50, FEWEST_ROWS_AT_ONCE + 9)],
 )
 def test_value_and_gradients_are_those_of_the_whole_logits(
     name: str, n: int, width: int, device: str
@@ -137,7 +137,7 @@ def test_no_more_logits_exist_at_once_than_those_of_one_chunk(name: str) -> None
     case = Case(n=1000, size=size)
     with LargestTensor() as largest:  # type: ignore[no-untyped-call]
         case.gradients(case.head(name))
-    assert largest.elements <= max(FEWEST_ROWS_AT_ONCE * size, 1000 * (E + 1))
+    assert largest.elements <= max(FEWEST_ROWS_AT_ONCE * size, 1000 * (H + 1))
     with LargestTensor() as largest:  # type: ignore[no-untyped-call]
         case.gradients(case.whole(name))
     assert largest.elements == 1000 * size
@@ -145,18 +145,18 @@ def test_no_more_logits_exist_at_once_than_those_of_one_chunk(name: str) -> None
 
 def test_a_loss_is_finite_where_the_targets_probability_is_too_small_for_a_float() -> None:
     bias_V = torch.tensor([300.0, 100.0, 0.0])
-    loss = cross_entropy(torch.zeros(2, E), torch.zeros(3, E), bias_V, torch.tensor([1, 2]))
+    loss = cross_entropy(torch.zeros(2, H), torch.zeros(3, H), bias_V, torch.tensor([1, 2]))
     assert loss.item() == 250
 
 
 def test_passes_that_agree_differ_by_exactly_zero() -> None:
-    hidden_NE, _, decoder_VE, bias_V = Case().inputs
+    hidden_NH, _, decoder_VH, bias_V = Case().inputs
     for second_gradient in (True, False):
         difference = mean_square_difference(
-            hidden_NE, hidden_NE.clone(), decoder_VE, bias_V, second_gradient=second_gradient
+            hidden_NH, hidden_NH.clone(), decoder_VH, bias_V, second_gradient=second_gradient
         )
         assert difference.item() == 0
-        assert not any(g.any() for g in torch.autograd.grad(difference, (hidden_NE, decoder_VE)))
+        assert not any(g.any() for g in torch.autograd.grad(difference, (hidden_NH, decoder_VH)))
 
 
 def test_a_constant_second_pass_gets_no_gradient_and_changes_the_decoders() -> None:
@@ -181,16 +181,16 @@ def test_gradients_are_the_same_when_asked_for_twice(name: str) -> None:
 @EVERY
 def test_a_tied_decoder_adds_up_what_both_of_its_uses_give(name: str) -> None:
     case = Case()
-    first_NE, second_NE, table_VE, bias_V = case.inputs
+    first_NH, second_NH, table_VH, bias_V = case.inputs
     case.inputs = (
-        first_NE * table_VE[case.targets_N],
-        second_NE * table_VE[case.targets_N],
-        table_VE,
+        first_NH * table_VH[case.targets_N],
+        second_NH * table_VH[case.targets_N],
+        table_VH,
         bias_V,
     )
     head, whole = case.head(name), case.whole(name)
     (gradient,), (expected,) = (
-        torch.autograd.grad(loss, table_VE, retain_graph=True) for loss in (head, whole)
+        torch.autograd.grad(loss, table_VH, retain_graph=True) for loss in (head, whole)
     )
     assert_close_in_norm(gradient, expected, 1e-10)
 

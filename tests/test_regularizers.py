@@ -1,7 +1,7 @@
 """The laws of the regularizers. T=5, B=3, V=11: every axis has a size of its own."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -57,9 +57,8 @@ class Window:
         return None if kind == "none" else self.run(masks[kind])
 
     def parts(self, regularization: Regularization) -> LossParts:
-        return loss_parts(
-            regularization, self.run(self.first), self.second_pass(regularization), self.targets_TB
-        )
+        first, second = self.run(self.first), self.second_pass(regularization)
+        return loss_parts(regularization, first, second, self.model, self.targets_TB)
 
     def gradients(self, loss: Tensor, keep: bool = False) -> list[Tensor]:
         return list(torch.autograd.grad(loss, list(self.model.parameters()), retain_graph=keep))
@@ -159,8 +158,9 @@ def test_second_pass_has_gradient_exactly_where_the_table_says(name: str) -> Non
     if second is None:
         assert REGULARIZERS[name].second_pass == "none"
         return
-    total = loss_parts(regularization, window.run(window.first), second, window.targets_TB).total
-    (gradient,) = torch.autograd.grad(total, [second.logits_TBV], allow_unused=True)
+    first = window.run(window.first)
+    total = loss_parts(regularization, first, second, window.model, window.targets_TB).total
+    (gradient,) = torch.autograd.grad(total, [second.dropped_TBH], allow_unused=True)
     assert (gradient is not None) == REGULARIZERS[name].second_gradient
 
 
@@ -187,16 +187,25 @@ def test_stopping_the_gradient_changes_the_gradient_but_not_the_loss() -> None:
 def sampled_logits(window: Window, count: int) -> Tensor:
     """(count, T, B, V): the predictions under independent masks."""
     with torch.no_grad():
-        return torch.stack([window.run(window.masks(100 + draw)).logits_TBV for draw in range(count)])
+        passes = [window.run(window.masks(100 + draw)) for draw in range(count)]
+        return window.model.decode(torch.stack([each.dropped_TBH for each in passes]))
+
+
+@dataclass(frozen=True)
+class Undecoded:
+    """The decoder whose logits are the hidden vectors as they are."""
+
+    decoder_VH: Tensor = field(default_factory=lambda: torch.eye(V, dtype=torch.float64))
+    decoder_bias: Tensor = field(default_factory=lambda: torch.zeros(V, dtype=torch.float64))
 
 
 def mean_penalty(name: str, firsts: Tensor, seconds: Tensor) -> float:
     def as_pass(logits_TBV: Tensor) -> Pass:
-        return Pass(logits_TBV, logits_TBV, logits_TBV, ())
+        return Pass(logits_TBV, logits_TBV, ())
 
     targets_TB = torch.zeros(T, B, dtype=torch.long)
-    pairs = zip(firsts, seconds, strict=True)
-    parts = [loss_parts(Regularization(name), as_pass(l1), as_pass(l2), targets_TB) for l1, l2 in pairs]
+    pairs = [(as_pass(l1), as_pass(l2)) for l1, l2 in zip(firsts, seconds, strict=True)]
+    parts = [loss_parts(Regularization(name), *pair, Undecoded(), targets_TB) for pair in pairs]
     return math.fsum(part.penalty.item() for part in parts) / len(parts)
 
 
@@ -204,7 +213,7 @@ def test_fraternal_penalty_is_twice_the_variance_and_at_most_four_times_the_expe
     """Remark 1 and Proposition 1 of Zolna et al. 2018, by Monte Carlo."""
     window = Window()
     logits = sampled_logits(window, 2000)
-    without = window.run(None).logits_TBV.detach().expand(1000, -1, -1, -1)
+    without = window.model.decode(window.run(None).dropped_TBH).detach().expand(1000, -1, -1, -1)
     fraternal = mean_penalty("fraternal", logits[:1000], logits[1000:])
     expectation_linear = mean_penalty("expectation_linear", logits[:1000], without)
     assert fraternal == pytest.approx(2 * logits.var(dim=0).mean().item(), rel=0.03)
@@ -214,7 +223,8 @@ def test_fraternal_penalty_is_twice_the_variance_and_at_most_four_times_the_expe
 def test_ar_looks_at_the_dropped_output_and_tar_at_the_raw_one() -> None:
     window = Window()
     first = window.run(window.first)
-    parts = loss_parts(Regularization("fraternal"), first, window.run(window.second), window.targets_TB)
+    second = window.run(window.second)
+    parts = loss_parts(Regularization("fraternal"), first, second, window.model, window.targets_TB)
     steps = [(first.raw_TBH[t] - first.raw_TBH[t - 1]).square().mean() for t in range(1, T)]
     torch.testing.assert_close(parts.ar, (first.dropped_TBH**2).mean())
     torch.testing.assert_close(parts.tar, sum(steps) / len(steps))

@@ -116,7 +116,8 @@ def test_each_step_is_clipped_sgd_with_weight_decay_at_a_rate_scaled_by_the_wind
     for start, end in ((0, 5), (5, 8)):
         result = model(columns_TB[start:end], state, None)
         state = result.state
-        loss = F.cross_entropy(result.logits_TBV.flatten(0, 1), columns_TB[start + 1 : end + 1].flatten())
+        logits_NV = model.decode(result.dropped_TBH).flatten(0, 1)
+        loss = F.cross_entropy(logits_NV, columns_TB[start + 1 : end + 1].flatten())
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         norms.append(math.sqrt(sum(gradient.square().sum().item() for gradient in gradients)))
         with torch.no_grad():
@@ -241,7 +242,7 @@ def model() -> AWDLSTM:
 
 def test_evaluation_is_the_mean_over_every_predicted_token(model: AWDLSTM) -> None:
     ids_T1 = torch.from_numpy(VALID.astype(np.int64)).unsqueeze(1)
-    logits_TV = model(ids_T1[:-1], model.zero_state(1), None).logits_TBV[:, 0]
+    logits_TV = model.decode(model(ids_T1[:-1], model.zero_state(1), None).dropped_TBH)[:, 0]
     losses = [
         -logits.log_softmax(0)[target].item() for logits, target in zip(logits_TV, ids_T1[1:, 0], strict=True)
     ]
@@ -301,7 +302,7 @@ def test_a_switch_after_the_last_epoch_leaves_the_raw_weights_in_use() -> None:
 
 
 def test_frozen_parameters_stay_as_they_are_across_the_switch() -> None:
-    training = build(replace(SWITCHING, epochs=first_averaged_epoch(SWITCHING) + 1))
+    training = build(replace(SWITCHING, epochs=30))
     frozen = training.model.decoder_bias.requires_grad_(False)
     frozen.fill_(0.25)
     assert any(result.averaged for result in training.epochs())

@@ -98,7 +98,8 @@ def evaluate(model: AWDLSTM, ids: Ids, window: int = EVALUATION_WINDOW) -> float
             inputs_T1, targets_T1 = _window(tokens_T1, start, window)
             result = model(inputs_T1, state, None)
             state = result.state
-            total += F.cross_entropy(result.logits_TBV.flatten(0, 1), targets_T1.flatten(), reduction="sum")
+            logits_TV = model.decode(result.dropped_TBH).squeeze(1)
+            total += F.cross_entropy(logits_TV, targets_T1.squeeze(1), reduction="sum")
     return total.item() / (len(ids) - 1)
 
 
@@ -238,7 +239,8 @@ class Training:
     def _step(self, inputs_TB: Tensor, targets_TB: Tensor, state: State) -> tuple[Tensor, State]:
         """Both passes start from `state`; the first one's final state is returned."""
         first: Pass = self.model(inputs_TB, state, self._draw_masks(inputs_TB, 1))
-        parts = loss_parts(self._regularization, first, self._second_pass(inputs_TB, state), targets_TB)
+        second = self._second_pass(inputs_TB, state)
+        parts = loss_parts(self._regularization, first, second, self.model, targets_TB)
         self._optimiser.zero_grad()
         torch.autograd.backward(parts.total)
         gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip)

@@ -1,0 +1,219 @@
+"""Implementations in memory of what the core is given: a journal, a launcher, a worker; and a way to crash."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import optuna
+from optuna.storages import InMemoryStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from service.launcher import Capacity
+from trials.ledger import Failure, Fenced, Report, StudyLedger, Task
+from trials.spec import SweepSpec
+from trials.store import CheckpointStore
+
+SWEEP = "s0123456789"
+
+
+def spec(**changes: Any) -> SweepSpec:
+    """Two paired arms of three trials each, three epochs long."""
+    small: dict[str, Any] = {
+        "corpus": {"name": "sotu"},
+        "training": {"epochs": 3},
+        "space": {
+            "kappa": {"type": "uniform", "low": 0.0, "high": 0.3},
+            "batch_size": {"type": "choice", "values": [10, 20, 30]},
+        },
+        "budget": {"trials": 6},
+    }
+    return SweepSpec.model_validate({**small, **changes})
+
+
+class Crash(BaseException):
+    """The process is gone. No `except Exception` may stop it."""
+
+
+class Countdown:
+    """Lets `writes` writes pass, and crashes before the next; without a number it lets all of them pass."""
+
+    def __init__(self, writes: int | None = None) -> None:
+        self._left = writes
+
+    def __call__(self) -> None:
+        if self._left is not None:
+            if self._left == 0:
+                raise Crash
+            self._left -= 1
+
+
+class CrashingStorage(InMemoryStorage):
+    """Optuna's storage in memory; calls `before_write` before anything is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_write: Callable[[], None] = Countdown()
+
+    def create_new_study(self, *args: Any, **kwargs: Any) -> int:
+        self.before_write()
+        return super().create_new_study(*args, **kwargs)
+
+    def set_study_user_attr(self, *args: Any, **kwargs: Any) -> None:
+        self.before_write()
+        super().set_study_user_attr(*args, **kwargs)
+
+    def set_study_system_attr(self, *args: Any, **kwargs: Any) -> None:
+        self.before_write()
+        super().set_study_system_attr(*args, **kwargs)
+
+    def create_new_trial(self, *args: Any, **kwargs: Any) -> int:
+        self.before_write()
+        return super().create_new_trial(*args, **kwargs)
+
+    def set_trial_param(self, *args: Any, **kwargs: Any) -> None:
+        self.before_write()
+        super().set_trial_param(*args, **kwargs)
+
+    def set_trial_state_values(self, *args: Any, **kwargs: Any) -> bool:
+        self.before_write()
+        return super().set_trial_state_values(*args, **kwargs)
+
+    def set_trial_intermediate_value(self, *args: Any, **kwargs: Any) -> None:
+        self.before_write()
+        super().set_trial_intermediate_value(*args, **kwargs)
+
+    def set_trial_user_attr(self, *args: Any, **kwargs: Any) -> None:
+        self.before_write()
+        super().set_trial_user_attr(*args, **kwargs)
+
+    def set_trial_system_attr(self, *args: Any, **kwargs: Any) -> None:
+        self.before_write()
+        super().set_trial_system_attr(*args, **kwargs)
+
+
+class MemoryJournal:
+    """trials.ledger.Journal. `fenced` says that another driver has taken over."""
+
+    def __init__(self) -> None:
+        self.before_write: Callable[[], None] = Countdown()
+        self.fenced = False
+        self.epochs: dict[tuple[int, int], dict[str, Any]] = {}
+        """Records by trial number and epoch."""
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def beat(self) -> None:
+        if self.fenced:
+            raise Fenced("another driver has this sweep")
+
+    def record_epoch(self, number: int, attempt: int, epoch: Mapping[str, Any]) -> None:
+        self.beat()
+        self.before_write()
+        self.epochs[number, epoch["epoch"]] = {**epoch, "attempt": attempt}
+
+    def recorded_epochs(self, number: int) -> int:
+        return max((epoch for of, epoch in self.epochs if of == number), default=0)
+
+    def record_event(self, kind: str, **detail: Any) -> None:
+        self.beat()
+        self.before_write()
+        self.events.append((kind, detail))
+
+
+def valid_loss(number: int, epoch: int) -> float:
+    """What the fake worker's models lose: falls, and rises in the last third of every other trial."""
+    return 4.0 + (number * 7 % 5) / 10 - epoch / 10 + (0.25 if number % 2 and epoch == 3 else 0)
+
+
+def epoch_fields(number: int, epoch: int) -> dict[str, Any]:
+    """What trials.training.EpochResult has."""
+    loss = valid_loss(number, epoch)
+    return {
+        "epoch": epoch,
+        "train_loss": loss + 0.1,
+        "valid_loss": loss,
+        "raw_valid_loss": loss,
+        "averaged": False,
+        "penalty": 0.5,
+        "ar": 0.0,
+        "tar": 0.0,
+        "optimised": loss + 0.2,
+        "gradient_norm": 1.5,
+        "tokens": 1000,
+        "seconds": 0.25,
+        "is_best": all(loss < valid_loss(number, earlier) for earlier in range(1, epoch)),
+    }
+
+
+def report(task: Task, epoch: int) -> Report:
+    best = min(range(1, epoch + 1), key=lambda earlier: valid_loss(task.number, earlier))
+    return Report(
+        epoch=epoch_fields(task.number, epoch),
+        finished=epoch == task.config.training.epochs,
+        best_epoch=best,
+        best_valid_loss=valid_loss(task.number, best),
+        checkpoint_sha256=f"sha256 of {task.number} after {best}" if best == epoch else None,
+        device=task.device,
+    )
+
+
+def failed(failure_class: Any, message: str = "no words") -> Report:
+    return Report(epoch=None, finished=True, failure=Failure(failure_class, message))
+
+
+def reports(task: Task) -> Iterator[Report]:
+    """As trials.attempt does it: the latest recorded epoch again, then the others."""
+    for epoch in range(max(1, task.recorded_epochs), task.config.training.epochs + 1):
+        yield report(task, epoch)
+
+
+def open_ledger(spec: SweepSpec, storage: Any, journal: MemoryJournal) -> StudyLedger:
+    return StudyLedger(spec, SWEEP, storage, journal, CheckpointStore("memory://ledger"))
+
+
+def drive(ledger: StudyLedger, work: Callable[[Task], Iterator[Report]] = reports) -> None:
+    """One task after another until none is left."""
+    while (task := ledger.next_task()) is not None:
+        for said in work(task):
+            if not ledger.record(task, said):
+                break
+
+
+def rows(storage: Any) -> list[FrozenTrial]:
+    return optuna.load_study(study_name=SWEEP, storage=storage).get_trials()
+
+
+def states(storage: Any) -> list[TrialState]:
+    return [row.state for row in rows(storage)]
+
+
+class MemoryLauncher:
+    """service.launcher.Launcher whose drivers are entries of a dict, and do nothing."""
+
+    def __init__(self, cpus: float = 4, gpus: float = 0) -> None:
+        self.calls: list[str] = []
+        self.alive: dict[str, int] = {}
+        """Generation of each sweep's living driver."""
+        self.broken: set[str] = set()
+        """Sweeps whose drivers cannot be started."""
+        self.log = ""
+        self._capacity = Capacity(cpus, gpus)
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
+        self.calls.append(f"launch {sweep_id}")
+        if sweep_id in self.broken:
+            raise OSError(f"no process for {sweep_id}")
+        assert sweep_id not in self.alive, f"two drivers of {sweep_id}"
+        self.alive[sweep_id] = generation
+        return {"sweep": sweep_id, "generation": generation}
+
+    def is_alive(self, driver: dict[str, Any]) -> bool:
+        return self.alive.get(driver["sweep"]) == driver["generation"]
+
+    def end(self, sweep_id: str) -> None:
+        self.calls.append(f"end {sweep_id}")
+        self.alive.pop(sweep_id, None)
+
+    def log_tail(self, sweep_id: str) -> str:
+        return self.log

@@ -1,0 +1,266 @@
+"""The laws of an attempt: whatever cuts it short, the next one ends in the same bytes."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.config import AWDLSTMConfig
+from regularizers.config import Regularization
+from tests.service_process import write_corpus
+from trials.attempt import run_attempt
+from trials.corpora import PathCorpus
+from trials.ledger import Report, Task
+from trials.spec import TrainingConfig, TrialConfig
+from trials.store import CheckpointStore
+from trials.training import EpochResult, Training
+
+EPOCHS = 5
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> PathCorpus:
+    return PathCorpus(path=str(write_corpus(tmp_path_factory.mktemp("corpus"), tokens=900)))
+
+
+@pytest.fixture
+def task(corpus: PathCorpus) -> Task:
+    """Averaging starts in the middle: the learning rate is too high to get better for long."""
+    config = TrialConfig(
+        model=AWDLSTMConfig(embedding_size=6, hidden_size=5, layers=2),
+        training=TrainingConfig(
+            epochs=EPOCHS, batch_size=3, bptt=9, lr=60, clip=2.0, non_monotone_interval=0
+        ),
+        regularization=Regularization(regularizer="fraternal"),
+    )
+    return Task("s1", 0, 1, "fd", 7, config, corpus, "cpu", 0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore((tmp_path / "store").as_uri())
+
+
+@pytest.fixture
+def undisturbed(task: Task, tmp_path: Path) -> tuple[list[Report], bytes]:
+    """All reports of a run that nothing happened to, and its best checkpoint."""
+    store = CheckpointStore((tmp_path / "twin").as_uri())
+    said = list(run_attempt(task, store, tmp_path))
+    assert [report.failure for report in said] == [None] * EPOCHS
+    return said, best_bytes(store)
+
+
+def best_bytes(store: CheckpointStore) -> bytes:
+    with store.open_best("s1", 0) as file:
+        return file.read()
+
+
+def essence(report: Report) -> dict[str, Any]:
+    """All of a report but how long its epoch took."""
+    epoch = {name: value for name, value in (report.epoch or {}).items() if name != "seconds"}
+    return {**vars(report), "epoch": epoch}
+
+
+def kill_after(task: Task, store: CheckpointStore, data_dir: Path, reports: int) -> list[Report]:
+    running: Iterator[Report] = run_attempt(task, store, data_dir)
+    said = list(itertools.islice(running, reports))
+    running.close()  # type: ignore[attr-defined]
+    return said
+
+
+def test_the_task_switches_to_averaging_in_the_middle(undisturbed: tuple[list[Report], bytes]) -> None:
+    averaged = [report.epoch["averaged"] for report in undisturbed[0] if report.epoch is not None]
+    assert not averaged[1]
+    assert averaged[EPOCHS - 2]
+
+
+def test_last_report_says_it_is_the_last_and_what_was_best(
+    undisturbed: tuple[list[Report], bytes],
+) -> None:
+    said, _ = undisturbed
+    assert [report.finished for report in said] == [False] * (EPOCHS - 1) + [True]
+    losses = [report.epoch["valid_loss"] for report in said if report.epoch is not None]
+    assert said[-1].best_valid_loss == min(losses)
+    assert said[-1].best_epoch == losses.index(min(losses)) + 1
+    assert [report.checkpoint_sha256 is not None for report in said] == [
+        report.best_epoch == epoch for epoch, report in enumerate(said, 1)
+    ]
+
+
+@pytest.mark.parametrize("killed_after", range(1, EPOCHS + 1))
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "unrecorded"])
+def test_killed_and_resumed_attempt_ends_in_the_same_bytes(
+    task: Task,
+    store: CheckpointStore,
+    undisturbed: tuple[list[Report], bytes],
+    tmp_path: Path,
+    killed_after: int,
+    recorded: bool,
+) -> None:
+    kill_after(task, store, tmp_path, killed_after)
+    on_record = killed_after if recorded else killed_after - 1
+    resumed = list(run_attempt(replace(task, attempt=2, recorded_epochs=on_record), store, tmp_path))
+    expected, best = undisturbed
+    assert best_bytes(store) == best
+    first = max(1, on_record)
+    assert [report.epoch and report.epoch["epoch"] for report in resumed] == [*range(first, EPOCHS + 1)]
+    final, twin = essence(resumed[-1]), essence(expected[-1])
+    assert final == twin
+
+
+def test_resumed_attempt_trains_no_epoch_twice(
+    task: Task, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_after(task, store, tmp_path, 3)
+    trained = []
+    run_epoch = Training._run_epoch
+
+    def counting(training: Training, epoch: int) -> EpochResult:
+        trained.append(epoch)
+        return run_epoch(training, epoch)
+
+    monkeypatch.setattr(Training, "_run_epoch", counting)
+    list(run_attempt(replace(task, recorded_epochs=3), store, tmp_path))
+    assert trained == [4, 5]
+
+
+class DyingStore(CheckpointStore):
+    """Dies before it writes `last` for the n-th time."""
+
+    def __init__(self, url: str, saves: int) -> None:
+        super().__init__(url)
+        self._saves = saves
+
+    def save_last(self, sweep_id: str, number: int, files: Any) -> None:
+        self._saves -= 1
+        if self._saves == 0:
+            raise KeyboardInterrupt
+        super().save_last(sweep_id, number, files)
+
+
+@pytest.mark.parametrize("saves", range(1, EPOCHS + 1))
+def test_crash_between_best_and_last_ends_in_the_same_bytes(
+    task: Task, undisturbed: tuple[list[Report], bytes], tmp_path: Path, saves: int
+) -> None:
+    url = (tmp_path / "store").as_uri()
+    with pytest.raises(KeyboardInterrupt):
+        list(run_attempt(task, DyingStore(url, saves), tmp_path))
+    list(run_attempt(replace(task, recorded_epochs=saves - 1), CheckpointStore(url), tmp_path))
+    assert best_bytes(CheckpointStore(url)) == undisturbed[1]
+
+
+def test_corrupt_last_starts_over_and_ends_in_the_same_bytes(
+    task: Task, store: CheckpointStore, undisturbed: tuple[list[Report], bytes], tmp_path: Path
+) -> None:
+    kill_after(task, store, tmp_path, 3)
+    last = tmp_path / "store" / "s1" / "t00000" / "last.tar"
+    last.write_bytes(last.read_bytes()[:5000])
+    resumed = list(run_attempt(replace(task, attempt=2, recorded_epochs=3), store, tmp_path))
+    assert [report.epoch and report.epoch["epoch"] for report in resumed] == [1, 2, 3, 4, 5]
+    assert [*map(essence, resumed)] == [*map(essence, undisturbed[0])]
+    assert best_bytes(store) == undisturbed[1]
+
+
+def wild(task: Task, lr: float) -> Task:
+    return replace(
+        task, config=replace(task.config, training=replace(task.config.training, lr=lr, clip=1e30))
+    )
+
+
+def test_diverged_trial_says_so_and_keeps_its_last_good_checkpoint(
+    task: Task, store: CheckpointStore, tmp_path: Path
+) -> None:
+    kill_after(task, store, tmp_path, 1)
+    best = best_bytes(store)
+    said = list(run_attempt(replace(wild(task, 1e30), recorded_epochs=1), store, tmp_path))
+    assert said[-1].failure is not None
+    assert said[-1].failure.failure_class == "diverged"
+    assert said[-1].finished
+    assert said[-1].epoch is None
+    assert best_bytes(store) == best
+
+
+@pytest.mark.parametrize("name", ["gradient_norm", "penalty", "train_loss"])
+def test_epoch_with_anything_infinite_has_diverged_and_is_not_kept(
+    task: Task, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run_epoch = Training._run_epoch
+    monkeypatch.setattr(
+        Training, "_run_epoch", lambda *args: replace(run_epoch(*args), **{name: float("inf")})
+    )
+    (only,) = run_attempt(task, store, tmp_path)
+    assert only.failure is not None
+    assert only.failure.failure_class == "diverged"
+    assert name in only.failure.message
+    with pytest.raises(FileNotFoundError):
+        store.open_best("s1", 0)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Training, "_run_epoch", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure_class"),
+    [
+        (ZeroDivisionError("a bug"), "user_error"),
+        (RuntimeError("a bug in a kernel"), "user_error"),
+        (MemoryError(), "out_of_memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory"),
+        (OSError(28, "No space left on device"), "infrastructure"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_failure_is_the_last_report_and_is_classed(
+    task: Task,
+    store: CheckpointStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    failure_class: str,
+) -> None:
+    failing(monkeypatch, error)
+    (only,) = run_attempt(task, store, tmp_path)
+    assert only.failure is not None
+    assert only.failure.failure_class == failure_class
+    assert only.finished
+    if failure_class == "user_error":
+        assert "Traceback" in only.failure.message
+        assert str(error) in only.failure.message
+
+
+def test_model_too_large_for_the_machine_is_out_of_memory(
+    task: Task, store: CheckpointStore, tmp_path: Path
+) -> None:
+    model = replace(task.config.model, embedding_size=10**13)
+    (only,) = run_attempt(replace(task, config=replace(task.config, model=model)), store, tmp_path)
+    assert only.failure is not None
+    assert only.failure.failure_class == "out_of_memory"
+
+
+def test_missing_corpus_is_a_user_error_in_the_corpuss_words(
+    task: Task, store: CheckpointStore, tmp_path: Path
+) -> None:
+    missing = PathCorpus(path=str(tmp_path / "nowhere"))
+    (only,) = run_attempt(replace(task, corpus=missing), store, tmp_path)
+    assert only.failure is not None
+    assert only.failure.failure_class == "user_error"
+    assert "nowhere" in only.failure.message
+    assert "Traceback" not in only.failure.message
+
+
+def test_text_too_short_for_the_batch_is_a_user_error(
+    task: Task, store: CheckpointStore, tmp_path: Path
+) -> None:
+    training = replace(task.config.training, batch_size=5000)
+    (only,) = run_attempt(replace(task, config=replace(task.config, training=training)), store, tmp_path)
+    assert only.failure is not None
+    assert only.failure.failure_class == "user_error"
+    assert "batch_size 5000" in only.failure.message

@@ -1,0 +1,85 @@
+"""The laws of what is inside a checkpoint."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from trials.checkpoints import BestCheckpoint, pack_state, read_best, unpack_state, write_best
+from trials.corpora import Vocabulary
+from trials.store import CorruptCheckpoint, pack, unpack
+
+TENSORS = {
+    "embedding": torch.arange(12.0).view(4, 3),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "half": torch.ones(2, dtype=torch.bfloat16),
+    "count": torch.tensor(7),
+}
+BEST = BestCheckpoint(
+    tensors=TENSORS,
+    config={"seed": 2**53 - 1, "training": {"weight_decay": 1.2e-6}},
+    vocabulary=Vocabulary(("<eos>", "<unk>", "naïve", "κ")),
+    metrics={"epoch": 3, "valid_loss": 0.1 + 0.2},
+)
+
+
+def assert_equal_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_best_comes_back_to_the_last_bit(tmp_path: Path) -> None:
+    write_best(tmp_path / "best.tar", BEST)
+    found = read_best(tmp_path / "best.tar")
+    assert_equal_tensors(found.tensors, TENSORS)
+    assert replace(found, tensors={}) == replace(BEST, tensors={})
+
+
+def test_best_is_readable_from_an_open_file_too() -> None:
+    found = read_best(io.BytesIO(pack(BEST.files())))
+    assert found.metrics == BEST.metrics
+
+
+def test_best_holds_the_four_files_that_are_promised() -> None:
+    assert list(BEST.files()) == ["model.safetensors", "config.json", "vocabulary.txt", "metrics.json"]
+
+
+def test_equal_checkpoints_are_equal_bytes_whatever_the_order_of_their_keys() -> None:
+    turned = replace(BEST, config=dict(reversed(BEST.config.items())))
+    assert pack(turned.files()) == pack(BEST.files())
+
+
+def test_missing_file_is_a_file_not_found(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_best(tmp_path / "none.tar")
+
+
+@pytest.mark.parametrize("name", list(BEST.files()))
+@pytest.mark.parametrize("content", [None, b"\xff scrap"], ids=["missing", "scrap"])
+def test_best_with_a_bad_part_is_refused(name: str, content: bytes | None, tmp_path: Path) -> None:
+    files = BEST.files()
+    del files[name]
+    if content is not None:
+        files[name] = content
+    (tmp_path / "best.tar").write_bytes(pack(files))
+    with pytest.raises(CorruptCheckpoint, match=r"best\.tar"):
+        read_best(tmp_path / "best.tar")
+
+
+def test_last_comes_back_to_the_last_bit() -> None:
+    values = {"steps": 12, "history": [{"valid_loss": 0.1 + 0.2, "is_best": True}]}
+    tensors, back = unpack_state(unpack(pack(pack_state(TENSORS, values)), "last"), "last")
+    assert_equal_tensors(tensors, TENSORS)
+    assert back == values
+
+
+def test_best_is_no_last_and_last_is_no_best() -> None:
+    with pytest.raises(CorruptCheckpoint, match="no `last`"):
+        unpack_state(BEST.files(), "here")
+    with pytest.raises(CorruptCheckpoint, match="no `best`"):
+        read_best(io.BytesIO(pack(pack_state(TENSORS, {}))))

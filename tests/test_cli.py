@@ -1,0 +1,598 @@
+"""The `fraternal` command: what it prints, what it returns, and what it leaves behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner, Result
+
+from service.cli import app, parse_corpus, with_overrides
+from service.client import ApiError, CorruptDownload, FraternalClient, ServiceUnreachable
+from service.progress import ProgressDisplay, Snapshot, duration, follow, of_sweep, of_training
+from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
+from tests.service_process import marked_processes, write_corpus
+from trials.presets import PRESETS
+
+FRATERNAL = [sys.executable, "-m", "service.cli"]
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with played_service(tmp_path_factory.mktemp("data")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def url(http: httpx.Client) -> str:
+    return str(http.base_url).rstrip("/")
+
+
+@pytest.fixture(scope="module")
+def ended(http: httpx.Client) -> str:
+    sweep_id = submit(http, name="ended")
+    wait_for(http, sweep_id, "succeeded")
+    return sweep_id
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[FraternalClient]:
+    with FraternalClient(url) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+def spec_file(**changes: Any) -> str:
+    Path("spec.json").write_text(json.dumps({**SPEC, **changes}))
+    return "spec.json"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# Asking a service.
+
+
+def test_a_submitted_sweep_can_be_watched_to_its_end(url: str) -> None:
+    result = run("submit", spec_file(), "--watch", "--url", url)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[-1].endswith("succeeded")
+
+
+def test_a_spec_can_come_from_standard_input(url: str) -> None:
+    result = run("submit", "-", "--json", "--url", url, stdin=json.dumps({**SPEC, "name": "piped"}))
+    assert json.loads(result.stdout)["spec"]["name"] == "piped"
+
+
+def test_watching_a_sweep_that_fails_ends_with_one(url: str) -> None:
+    result = run("submit", spec_file(arms={"doomed": {"clip": 13}}), "--watch", "--url", url)
+    assert result.exit_code == 1
+    assert "failed" in result.stdout
+
+
+def test_json_on_standard_output_is_not_mixed_with_words(url: str) -> None:
+    result = run("submit", spec_file(), "--watch", "--json", "--url", url)
+    assert json.loads(result.stdout)["state"] == "succeeded"
+
+
+def test_an_overridden_value_of_a_preset_keeps_its_neighbours(url: str) -> None:
+    changes = ["--set", "space.kappa.high=0.2", "--set", "budget.trials=3"]
+    result = run("submit", "--preset", "quickstart", "--json", "--url", url, *changes)
+    spec = json.loads(result.stdout)["spec"]
+    assert spec["space"]["kappa"] == {"type": "uniform", "low": 0.0, "high": 0.2}
+    assert set(spec["space"]) == set(PRESETS["quickstart"]["space"])
+    assert spec["budget"]["trials"] == 3
+
+
+def test_a_refused_spec_is_explained_in_the_services_words(url: str) -> None:
+    result = run("submit", spec_file(model={"embed_p": -1}), "--url", url)
+    assert result.exit_code == 1
+    assert "/model/embed_p: Input should be greater than or equal to 0; got -1" in result.stderr
+    assert result.stdout == ""
+
+
+def test_sweeps_are_listed(url: str, ended: str) -> None:
+    assert ended in run("ls", "--url", url).stdout
+    assert ended in [sweep["id"] for sweep in json.loads(run("ls", "--json", "--url", url).stdout)]
+
+
+def test_a_report_has_a_row_for_each_arm(url: str, ended: str) -> None:
+    rows = json.loads(run("report", ended, "--json", "--url", url).stdout)["rows"]
+    assert [(row["arm"], row["n"]) for row in rows] == [("fd", 3), ("eld", 3)]
+    assert "| fd | 3 | 3 |" in run("report", ended, "--markdown", "--url", url).stdout
+    assert "top-5 mean" in " ".join(run("report", ended, "--url", url).stdout.split())
+
+
+def test_a_fetched_checkpoint_is_the_services_and_replaces_nothing_unasked(
+    url: str, http: httpx.Client, ended: str
+) -> None:
+    assert run("fetch", ended, "--url", url).exit_code == 0
+    file = Path(f"best-{ended}.tar")
+    assert file.read_bytes() == http.get(f"/v1/sweeps/{ended}/best/checkpoint").content
+    refused = run("fetch", ended, "--url", url)
+    assert (refused.exit_code, "--force" in refused.stderr) == (1, True)
+    assert run("fetch", ended, "--force", "--url", url).exit_code == 0
+
+
+def test_a_sweep_can_be_cancelled_once(url: str, http: httpx.Client) -> None:
+    sweep_id = submit(http, name=HELD)
+    wait_for_an_epoch(http, sweep_id)
+    assert run("cancel", sweep_id, "--url", url).exit_code == 0
+    wait_for(http, sweep_id, "cancelled")
+    again = run("cancel", sweep_id, "--url", url)
+    assert (again.exit_code, "cancelled" in again.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "command", [["ls"], ["watch", "s1"], ["report", "s1"], ["cancel", "s1"], ["fetch", "s1"]]
+)
+def test_without_a_service_a_command_says_how_to_start_one(command: list[str]) -> None:
+    result = run(*command, "--url", f"http://127.0.0.1:{free_port()}")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "start one with `fraternal serve`" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_unknown_sweep_is_called_that(url: str) -> None:
+    result = run("watch", "s404", "--url", url)
+    assert (result.exit_code, "no sweep 's404'" in result.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("command", [["submit"], ["submit", "a.json", "--preset", "quickstart"], ["sumbit"]])
+def test_wrong_usage_ends_with_two(command: list[str]) -> None:
+    assert run(*command).exit_code == 2
+
+
+@pytest.mark.parametrize("written", ["{", "[]", "3"])
+def test_a_file_that_holds_no_spec_is_refused(written: str) -> None:
+    Path("spec.json").write_text(written)
+    result = run("submit", "spec.json")
+    assert (result.exit_code, "spec.json" in result.stderr) == (1, True)
+
+
+def test_a_missing_file_is_named() -> None:
+    assert "none.json" in run("submit", "none.json").stderr
+
+
+def test_overrides_reach_into_what_is_not_there_yet() -> None:
+    spec = with_overrides(
+        {"model": {"layers": 1}}, ["model.layers=2", "arms.fd.regularizer=fraternal", "name=a=b"]
+    )
+    assert spec == {"model": {"layers": 2}, "arms": {"fd": {"regularizer": "fraternal"}}, "name": "a=b"}
+
+
+def test_a_corpus_can_be_named_shown_or_written_out() -> None:
+    assert parse_corpus("ptb") == {"name": "ptb"}
+    assert parse_corpus("texts/mine") == {"path": "texts/mine"}
+    assert parse_corpus('{"name": "sotu", "train_tokens": 9}') == {"name": "sotu", "train_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["serve", "submit", "ls", "watch", "report", "fetch", "cancel", "evaluate", "train", "quickstart"],
+)
+def test_every_command_explains_itself_with_an_example(command: str) -> None:
+    assert f"fraternal {command}" in " ".join(run(command, "-h").stdout.split())
+
+
+def test_help_loads_neither_torch_nor_the_service() -> None:
+    script = (
+        "import sys; from typer.testing import CliRunner; from service.cli import app;"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0;"
+        "print(sorted({'torch', 'ray', 'fastapi', 'optuna', 'httpx'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"
+
+
+# The client.
+
+
+def test_the_client_has_every_answer_as_a_value(client: FraternalClient, ended: str) -> None:
+    assert client.get(ended).state == "succeeded"
+    assert [trial.number for trial in client.trials(ended)] == list(range(6))
+    assert client.best(ended) == client.trials(ended)[5]
+    assert len(client.trial(ended, 0).curve) == 3
+    assert client.check_ready().status == "ready"
+
+
+def test_the_client_raises_the_services_problem(client: FraternalClient) -> None:
+    with pytest.raises(ApiError, match="no sweep 's404'") as caught:
+        client.get("s404")
+    assert (caught.value.status, caught.value.code) == (404, "sweep_not_found")
+
+
+def test_a_service_that_is_no_fraternal_one_is_not_believed(tmp_path: Path) -> None:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", "0"],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as server,
+        FraternalClient(f"http://127.0.0.1:{server.stdout.readline().split()[5]}") as client,  # type: ignore[union-attr]
+    ):
+        try:
+            with pytest.raises(ApiError, match="not as a fraternal service does"):
+                client.list_sweeps()
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+def test_a_damaged_download_leaves_nothing_behind(
+    client: FraternalClient, ended: str, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    def chunks(self: httpx.Response) -> Iterator[bytes]:
+        whole = b"".join(original(self))
+        yield whole[:-1] if damage == "cut" else whole[:-1] + bytes([whole[-1] ^ 1])
+
+    original = httpx.Response.iter_raw
+    monkeypatch.setattr(httpx.Response, "iter_raw", chunks)
+    kept = Path("best.tar")
+    kept.write_text("an older checkpoint")
+    with pytest.raises(CorruptDownload, match="damaged"):
+        client.fetch(ended, kept)
+    assert [(file.name, file.read_text()) for file in Path().iterdir()] == [
+        ("best.tar", "an older checkpoint")
+    ]
+
+
+def test_a_watcher_waits_for_a_service_that_comes_back(client: FraternalClient, ended: str) -> None:
+    answers = iter([client.get(ended).model_copy(update={"state": "running"}), None, None, client.get(ended)])
+
+    class Restarted(FraternalClient):
+        def get(self, sweep_id: str) -> Any:
+            answer = next(answers)
+            if answer is None:
+                raise ServiceUnreachable("gone")
+            return answer
+
+    with Restarted(client.base_url) as restarted:
+        assert follow(restarted, ended, console(), pause=lambda _: None).state == "succeeded"
+
+
+# Progress.
+
+
+def console(terminal: bool = False) -> Any:
+    from rich.console import Console
+
+    return Console(record=True, force_terminal=terminal, width=100, file=open(os.devnull, "w"))
+
+
+def snapshot(done: int, elapsed_s: float = 0.0) -> Snapshot:
+    return Snapshot("sweep running", done, 6, "trials", ("1 running",), elapsed_s, None)
+
+
+def test_on_a_pipe_a_line_is_printed_for_a_change_and_at_most_every_five_seconds() -> None:
+    now = 0.0
+    out = console()
+    with ProgressDisplay(out, clock=lambda: now) as display:
+        for now, done in [(0.0, 0), (1.0, 1), (5.0, 2), (11.0, 2), (12.0, 3), (13.0, 4)]:
+            display.show(snapshot(done, elapsed_s=now))
+    lines = out.export_text().splitlines()
+    assert [line.split(" · ")[1] for line in lines] == [
+        "0/6 trials",
+        "2/6 trials",
+        "3/6 trials",
+        "4/6 trials",
+    ]
+
+
+def test_on_a_terminal_the_numbers_are_drawn_in_place() -> None:
+    out = console(terminal=True)
+    with ProgressDisplay(out) as display:
+        for done in range(4):
+            display.show(snapshot(done))
+    assert "3/6 trials" in out.export_text(styles=True)
+
+
+def test_a_sweeps_progress_names_what_is_asked_of_it(client: FraternalClient, ended: str) -> None:
+    line = of_sweep(client.get(ended)).line()
+    for words in (
+        "6/6 trials",
+        "6 complete",
+        "0 pruned",
+        "0 failed",
+        "18 epochs",
+        "best 85.63 (trial 5, eld)",
+    ):
+        assert words in line
+
+
+def test_training_expects_the_epochs_to_come_to_take_as_long_as_those_before() -> None:
+    class Epoch:
+        def __init__(self, epoch: int, valid_perplexity: float) -> None:
+            self.epoch, self.valid_perplexity, self.train_loss = epoch, valid_perplexity, 4.0
+
+    progress = of_training([Epoch(1, 90.0), Epoch(2, 95.0)], total=6, elapsed_s=10.0)
+    assert progress.time_left_s == 20.0
+    assert "best 90.00 (epoch 1)" in progress.facts
+    assert of_training([], total=6, elapsed_s=0.0).time_left_s is None
+
+
+@pytest.mark.parametrize(("seconds", "written"), [(0, "0:00"), (65, "1:05"), (7265, "2:01:05")])
+def test_durations_read_like_a_clock(seconds: float, written: str) -> None:
+    assert duration(seconds) == written
+
+
+# Serving.
+
+
+@pytest.fixture
+def served() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [*FRATERNAL, "serve", "--port", "0", "--data-dir", "served"], stdout=subprocess.PIPE, text=True
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
+def test_a_service_says_where_it_is_and_ends_in_order_when_told_to(
+    served: subprocess.Popen[str], how: signal.Signals, code: int
+) -> None:
+    assert served.stdout is not None
+    addresses = [served.stdout.readline().split()[-1] for _ in range(3)]
+    for address in addresses:
+        assert httpx.get(address, trust_env=False).status_code == 200
+    served.send_signal(how)
+    assert "drivers" in served.communicate(timeout=30)[0]
+    assert served.returncode == code
+
+
+def test_a_second_service_on_the_same_data_is_refused(served: subprocess.Popen[str]) -> None:
+    assert served.stdout is not None
+    served.stdout.readline()
+    second = subprocess.run(
+        [*FRATERNAL, "serve", "--port", "0", "--data-dir", "served"], capture_output=True, text=True
+    )
+    assert second.returncode == 1
+    assert f"in use by the service with process id {served.pid}" in second.stderr
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("serve", "--port", str(port), "--data-dir", "data")
+    assert result.exit_code == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--database-url", "postgresql://me:secret@db/x", "FRATERNAL_DATABASE_URL"),
+        ("--database-url", "nonsense", "sqlite:///"),
+        ("--host", "0.0.0.0", "not loopback"),
+    ],
+)
+def test_settings_that_would_do_harm_are_refused(option: str, value: str, words: str) -> None:
+    result = run("serve", "--data-dir", "data", option, value)
+    assert result.exit_code == 1
+    assert words in result.stderr
+    assert "secret" not in result.stderr
+    assert not Path("data").exists()
+
+
+# Training and evaluating without a service.
+
+SMALL = "--epochs 2 --batch-size 4 --bptt 15 --embedding-size 16 --hidden-size 16 --layers 1 --seed 3".split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("text"), tokens=3_000)
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("trained") / "best.tar"
+    result = run("train", "--corpus", str(text), "--regularizer", "fraternal", "--out", str(file), *SMALL)
+    assert result.exit_code == 0, result.stderr
+    assert "test: perplexity" in result.stdout
+    return file
+
+
+def test_a_trained_checkpoint_is_evaluated_from_the_file_alone(trained: Path) -> None:
+    result = run("evaluate", str(trained), "--check")
+    assert result.exit_code == 0, result.stderr
+    assert "agrees" in result.stdout
+
+
+def test_a_checkpoint_whose_text_has_changed_does_not_agree(trained: Path, text: Path) -> None:
+    other = Path("other")
+    other.mkdir()
+    for split in ("train", "valid", "test"):
+        words = (text / f"{split}.txt").read_text().split()
+        (other / f"{split}.txt").write_text(" ".join(reversed(words)))
+    result = run("evaluate", str(trained), "--check", "--corpus", str(other))
+    assert (result.exit_code, "the text has changed" in result.stderr) == (1, True)
+
+
+def test_a_word_that_the_checkpoint_does_not_know_is_refused_where_it_has_no_unknown_word(
+    trained: Path, text: Path
+) -> None:
+    other = Path("other")
+    other.mkdir()
+    for split in ("train", "valid", "test"):
+        (other / f"{split}.txt").write_text("w00 unheard-of w01\n")
+    result = run("evaluate", str(trained), "--corpus", str(other))
+    assert (result.exit_code, "unheard-of" in result.stderr) == (1, True)
+
+
+def test_the_loss_of_a_split_is_printed_for_programs(trained: Path) -> None:
+    document = json.loads(run("evaluate", str(trained), "--split", "valid", "--json").stdout)
+    assert document["loss"] == pytest.approx(document["recorded_valid_loss"], rel=1e-5)
+    assert document["tokens"] == 1_000 + 50 - 1
+
+
+def test_a_damaged_checkpoint_is_refused_without_a_traceback(trained: Path) -> None:
+    damaged = Path("damaged.tar")
+    content = bytearray(trained.read_bytes())
+    content[len(content) // 3] ^= 1
+    damaged.write_bytes(content)
+    result = run("evaluate", str(damaged))
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+
+
+def test_an_existing_checkpoint_is_not_replaced_unasked(trained: Path, text: Path) -> None:
+    before = trained.read_bytes()
+    result = run("train", "--corpus", str(text), "--out", str(trained), *SMALL)
+    assert (result.exit_code, "--force" in result.stderr) == (1, True)
+    assert trained.read_bytes() == before
+
+
+def test_equal_configurations_train_to_equal_files(trained: Path, text: Path) -> None:
+    run(
+        "train",
+        "--corpus",
+        str(text),
+        "--out",
+        "again.tar",
+        *SMALL,
+        "--set",
+        "regularization.regularizer=fraternal",
+    )
+    assert Path("again.tar").read_bytes() == trained.read_bytes()
+
+
+def test_a_kappa_of_zero_is_zero(text: Path) -> None:
+    run(
+        "train",
+        "--corpus",
+        str(text),
+        "--out",
+        "zero.tar",
+        "--regularizer",
+        "fraternal",
+        "--kappa",
+        "0",
+        *SMALL,
+    )
+    with tarfile.open("zero.tar") as archive:
+        config = archive.extractfile("config.json")
+        assert config is not None
+        assert json.load(config)["regularization"]["kappa"] == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--kappa", "-1", "/regularization/kappa"),
+        ("--regularizer", "dropout", "known: expectation_linear"),
+        ("--set", "training.epoch=3", "unknown field 'epoch'"),
+        ("--set", "training.epochs=true", "/training/epochs"),
+        ("--batch-size", "50000", "too short for batch_size"),
+        ("--corpus", "nowhere", "train.txt"),
+    ],
+)
+def test_a_configuration_that_cannot_be_trained_is_refused(
+    text: Path, option: str, value: str, words: str
+) -> None:
+    result = run("train", "--corpus", str(text), *SMALL, option, value)
+    assert result.exit_code == 1
+    assert words in result.stderr
+    assert not Path("best.tar").exists()
+
+
+def test_interrupted_training_keeps_the_best_so_far_and_says_so(text: Path) -> None:
+    command = [*FRATERNAL, "train", "--corpus", str(text), *SMALL, "--epochs", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not Path("best.tar").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "best.tar keeps the weights of epoch" in out
+    assert "Traceback" not in error
+    assert run("evaluate", "best.tar", "--check").exit_code == 0
+
+
+# The quick start.
+
+TINY = [
+    *["--set", "budget.trials=3", "--set", "training.epochs=1", "--set", "corpus.train_tokens=3000"],
+    *["--set", "corpus.valid_tokens=500", "--data-dir", "quick"],
+]
+
+
+def start_quickstart() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*FRATERNAL, "quickstart", *TINY],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+
+
+def left_behind() -> list[str]:
+    """What runs with this test's data directory, or was started by a driver of it."""
+    here = str(Path("quick").resolve())
+    drivers = [process for process in marked_processes() if process.environ()["FRATERNAL_DATA_DIR"] == here]
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return [str(process) for process in drivers] + [
+        line for line in listing.splitlines() if "--data-dir quick" in line
+    ]
+
+
+@pytest.mark.slow
+def test_the_quick_start_ends_with_a_checked_model_and_leaves_no_process() -> None:
+    process = start_quickstart()
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out
+    for words in ("dashboard", "3/3 trials", "top-5", "best checkpoint: trial", "agrees", "is stopped"):
+        assert words in out
+    assert left_behind() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        (signal.SIGINT, "starting a service"),
+        (signal.SIGHUP, "dashboard"),
+        (signal.SIGTERM, "1 running"),
+    ],
+)
+def test_a_quick_start_that_is_interrupted_leaves_no_process(how: signal.Signals, when: str) -> None:
+    process = start_quickstart()
+    assert process.stdout is not None
+    for line in process.stdout:
+        if when in line:
+            break
+    for _ in range(2):
+        os.killpg(process.pid, how)
+        time.sleep(0.05)
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, out
+    assert "cancelled" in out
+    assert left_behind() == []

@@ -1,0 +1,453 @@
+"""The laws of the ledger: exactly the budget, each trial once, whatever dies and whenever."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optuna.storages import BaseStorage, InMemoryStorage, get_storage
+from optuna.trial import FrozenTrial, TrialState
+
+from service.studies import open_storage
+from tests.fakes import (
+    SWEEP,
+    Countdown,
+    Crash,
+    CrashingStorage,
+    MemoryJournal,
+    drive,
+    failed,
+    open_ledger,
+    report,
+    reports,
+    rows,
+    spec,
+    states,
+    valid_loss,
+)
+from trials.ledger import (
+    MOST_INTERMEDIATE_VALUES,
+    Failure,
+    Fenced,
+    Report,
+    StudyLedger,
+    Task,
+    close_open_trials,
+    intermediate_epochs,
+    perplexity,
+    rung_epochs,
+)
+from trials.spec import SuccessiveHalving, SweepSpec
+
+Work = Callable[[Task], Iterator[Report]]
+HALVING = {"name": "successive_halving", "min_epochs": 1, "reduction_factor": 2}
+
+
+@pytest.fixture
+def storage() -> BaseStorage:
+    return InMemoryStorage()
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def any_storage(request: pytest.FixtureRequest, tmp_path: Path) -> BaseStorage:
+    if request.param == "memory":
+        return InMemoryStorage()
+    return get_storage(open_storage(f"sqlite:///{tmp_path / 'studies.db'}"))
+
+
+def essence(row: FrozenTrial) -> dict[str, Any]:
+    """All of a row but when it ran and in how many goes."""
+    attributes = {
+        name: value for name, value in row.user_attrs.items() if name not in {"attempt", "failures"}
+    }
+    return {
+        "number": row.number,
+        "state": row.state,
+        "values": row.values,
+        "params": row.params,
+        "curve": row.intermediate_values,
+        **attributes,
+    }
+
+
+def test_undisturbed_sweep_completes_its_budget_and_says_how_each_trial_did(any_storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), any_storage, journal)
+    drive(ledger)
+    assert ledger.exhausted
+    assert ledger.outcome() == ("succeeded", None)
+    assert states(any_storage) == [TrialState.COMPLETE] * 6
+    for row in rows(any_storage):
+        best = min(range(1, 4), key=lambda epoch: valid_loss(row.number, epoch))
+        assert row.value == perplexity(valid_loss(row.number, best)), "a trial's objective is its best epoch"
+        assert row.user_attrs["best_epoch"] == best
+        assert row.user_attrs["best_valid_loss"] == valid_loss(row.number, best)
+        assert row.user_attrs["checkpoint_sha256"] == f"sha256 of {row.number} after {best}"
+        assert row.user_attrs["attempt"] == 1
+        assert row.user_attrs["config"]["regularization"]["kappa"] == row.params["kappa"]
+    assert sorted(journal.epochs) == [(number, epoch) for number in range(6) for epoch in (1, 2, 3)]
+
+
+def test_objective_of_a_trial_that_gets_worse_is_not_its_last_epoch() -> None:
+    storage = InMemoryStorage()
+    drive(open_ledger(spec(), storage, MemoryJournal()))
+    row = rows(storage)[1]
+    assert row.user_attrs["best_epoch"] == 2
+    assert row.value < row.intermediate_values[3]
+
+
+def test_arms_take_turns_and_share_draws_and_seeds() -> None:
+    tasks: list[Task] = []
+
+    def noted(task: Task) -> Iterator[Report]:
+        tasks.append(task)
+        return reports(task)
+
+    drive(open_ledger(spec(), InMemoryStorage(), MemoryJournal()), noted)
+    assert [task.arm for task in tasks] == ["fd", "eld"] * 3
+    for fd, eld in zip(tasks[::2], tasks[1::2], strict=True):
+        assert fd.seed == eld.seed
+        assert fd.config.training == eld.config.training
+        assert fd.config.regularization.kappa == eld.config.regularization.kappa
+    assert len({task.seed for task in tasks}) == 3
+
+
+def random_work(
+    seed: int, diverging: float, dying: float, broken: float
+) -> Callable[[StudyLedger, Task], None]:
+    """A worker to which anything may happen after any epoch."""
+    chance = random.Random(seed)
+
+    def work(ledger: StudyLedger, task: Task) -> None:
+        for said in reports(task):
+            luck = chance.random()
+            if luck < diverging:
+                ledger.record(task, failed("diverged"))
+            elif luck < diverging + dying:
+                ledger.lost(task, "killed")
+            elif luck < diverging + dying + broken:
+                ledger.record(task, failed("infrastructure", "the disk is full"))
+            elif ledger.record(task, said):
+                continue
+            return
+
+    return work
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    trials=st.integers(1, 9),
+    rates=st.tuples(st.sampled_from([0, 0.1, 1]), st.sampled_from([0, 0.3]), st.sampled_from([0, 0.3])),
+    pruner=st.sampled_from([{"name": "none"}, HALVING]),
+    reopen_every=st.integers(1, 5),
+)
+def test_exactly_the_budget_ends_whatever_happens(
+    seed: int, trials: int, rates: tuple[float, float, float], pruner: dict[str, Any], reopen_every: int
+) -> None:
+    storage, journal = InMemoryStorage(), MemoryJournal()
+    asked = spec(budget={"trials": trials}, pruner=pruner)
+    work = random_work(seed, *rates)
+    for count in itertools.count(1):
+        ledger = open_ledger(asked, storage, journal)
+        tasks = list(itertools.islice(iter(ledger.next_task, None), reopen_every))
+        for task in tasks[: count % (reopen_every + 1)]:  # the others are lost with their driver
+            work(ledger, task)
+        if not tasks:
+            break
+    assert len(rows(storage)) == trials
+    assert all(state.is_finished() for state in states(storage))
+    assert ledger.outcome()[0] == ("succeeded" if TrialState.COMPLETE in states(storage) else "failed")
+
+
+def test_what_an_earlier_driver_left_running_comes_first_and_is_the_same_but_for_its_attempt(
+    any_storage: BaseStorage,
+) -> None:
+    first = open_ledger(spec(), any_storage, MemoryJournal())
+    left = [first.next_task() for _ in range(3)]
+    second = open_ledger(spec(), any_storage, MemoryJournal())
+    taken_up = [second.next_task() for _ in range(3)]
+    assert taken_up == [replace(task, attempt=2) for task in left if task is not None]
+    following = second.next_task()
+    assert following is not None
+    assert (following.number, following.attempt) == (3, 1)
+
+
+def test_resumed_trial_reports_from_its_latest_recorded_epoch_on(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    assert ledger.record(task, report(task, 1))
+    assert ledger.record(task, report(task, 2))
+    again = open_ledger(spec(), storage, journal).next_task()
+    assert again is not None
+    assert again.recorded_epochs == 2
+
+
+def test_epochs_reported_again_change_nothing(any_storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), any_storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    for epoch in (1, 2):
+        ledger.record(task, report(task, epoch))
+    before, recorded = essence(rows(any_storage)[0]), dict(journal.epochs)
+    ledger = open_ledger(spec(), any_storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    for epoch in (1, 2):  # all of them, as after the loss of `last`
+        assert ledger.record(task, report(task, epoch))
+    assert essence(rows(any_storage)[0]) == before
+    assert journal.epochs == recorded, "the attempt that trained an epoch stays on record"
+
+
+def crash_after(writes: int, asked: SweepSpec, work: Work) -> tuple[bool, CrashingStorage, MemoryJournal]:
+    """Drive a sweep, crash once before a write, go on with a new ledger; whether there was a crash at all."""
+    storage, journal = CrashingStorage(), MemoryJournal()
+    storage.before_write = journal.before_write = Countdown(writes)
+    try:
+        drive(open_ledger(asked, storage, journal), work)
+        return False, storage, journal
+    except Crash:
+        storage.before_write = journal.before_write = Countdown()
+        drive(open_ledger(asked, storage, journal), work)
+        return True, storage, journal
+
+
+def some_fail(task: Task) -> Iterator[Report]:
+    """Trial 1 diverges after an epoch; trial 2 is hopeless on its first attempt, and would not be on another."""
+    said = reports(task)
+    if task.number == 1:
+        yield next(said)
+        yield failed("diverged")
+    if task.number == 2 and task.attempt == 1:
+        yield failed("out_of_memory")
+    yield from said
+
+
+@pytest.mark.parametrize("pruner", [{"name": "none"}, HALVING], ids=["none", "halving"])
+def test_crash_before_any_write_leaves_no_trace_in_the_final_rows(pruner: dict[str, Any]) -> None:
+    asked = spec(budget={"trials": 5}, training={"epochs": 4}, pruner=pruner)
+    _, undisturbed, journal = crash_after(10**9, asked, reports)
+    crashed = True
+    for writes in itertools.count():
+        crashed, storage, written = crash_after(writes, asked, reports)
+        if not crashed:
+            break
+        assert [*map(essence, rows(storage))] == [*map(essence, rows(undisturbed))], f"after {writes} writes"
+        assert written.epochs.keys() == journal.epochs.keys()
+        assert storage.get_study_user_attrs(0) == undisturbed.get_study_user_attrs(0)
+        assert storage.get_study_system_attrs(0) == undisturbed.get_study_system_attrs(0)
+    assert writes > 80
+
+
+def test_crash_before_any_write_never_revives_a_failed_trial() -> None:
+    for writes in itertools.count():
+        crashed, storage, _ = crash_after(writes, spec(budget={"trials": 4}), some_fail)
+        if not crashed:
+            break
+        diverged, other = rows(storage)[1:3]
+        assert diverged.state == TrialState.FAIL
+        assert diverged.user_attrs["failure_class"] == "diverged"
+        if other.state == TrialState.COMPLETE:  # only if nothing said yet that it had failed
+            assert "failure_class" not in other.user_attrs
+        else:
+            assert other.user_attrs["failure_message"] == "no words"
+
+
+def test_trial_lost_too_often_fails_and_the_others_go_on(storage: BaseStorage) -> None:
+    asked = spec(retry={"max_failures": 2}, budget={"trials": 3})
+    journal = MemoryJournal()
+    ledger = open_ledger(asked, storage, journal)
+    attempts: Counter[int] = Counter()
+    while (task := ledger.next_task()) is not None:
+        attempts[task.number] += 1
+        if task.number == 0:
+            ledger.lost(task, "killed by nobody we know")
+        else:
+            [ledger.record(task, said) for said in reports(task)]
+    assert attempts == {0: 3, 1: 1, 2: 1}
+    hopeless = rows(storage)[0]
+    assert hopeless.state == TrialState.FAIL
+    assert hopeless.user_attrs["failure_class"] == "infrastructure"
+    assert "3 attempts" in hopeless.user_attrs["failure_message"]
+    assert "killed by nobody we know" in hopeless.user_attrs["failure_message"]
+    assert [kind for kind, _ in journal.events].count("trial_lost") == 2
+    assert ledger.outcome()[0] == "succeeded"
+
+
+def test_trial_that_reports_trouble_around_it_is_tried_again() -> None:
+    storage = InMemoryStorage()
+    ledger = open_ledger(spec(budget={"trials": 1}), storage, MemoryJournal())
+    first = ledger.next_task()
+    assert first is not None
+    assert not ledger.record(first, failed("infrastructure"))
+    drive(ledger)
+    assert states(storage) == [TrialState.COMPLETE]
+    assert rows(storage)[0].user_attrs["attempt"] == 2
+
+
+@pytest.mark.parametrize("failure_class", ["diverged", "out_of_memory", "user_error"])
+def test_trials_own_failure_ends_it_at_once_and_no_other(failure_class: str, storage: BaseStorage) -> None:
+    ledger = open_ledger(spec(), storage, MemoryJournal())
+    drive(ledger, lambda task: iter([failed(failure_class, "why")]) if task.number == 4 else reports(task))
+    assert Counter(states(storage)) == {TrialState.COMPLETE: 5, TrialState.FAIL: 1}
+    row = rows(storage)[4]
+    assert row.user_attrs["attempt"] == 1
+    assert (row.user_attrs["failure_class"], row.user_attrs["failure_message"]) == (failure_class, "why")
+
+
+def test_sweep_whose_trials_all_failed_has_failed(storage: BaseStorage) -> None:
+    ledger = open_ledger(spec(), storage, MemoryJournal())
+    drive(ledger, lambda task: iter([failed("diverged")]))
+    state, reason = ledger.outcome()
+    assert state == "failed"
+    assert reason is not None
+    assert "none of the 6 trials completed" in reason
+
+
+def test_fenced_driver_writes_nothing(any_storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), any_storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    before = [essence(row) for row in rows(any_storage)]
+    journal.fenced = True
+    late: list[Callable[[], Any]] = [
+        ledger.next_task,
+        lambda: ledger.record(task, report(task, 1)),
+        lambda: ledger.record(task, failed("diverged")),
+        lambda: ledger.lost(task, "killed"),
+    ]
+    for write in late:
+        with pytest.raises(Fenced):
+            write()
+    assert [essence(row) for row in rows(any_storage)] == before
+
+
+def test_driver_that_is_fenced_from_the_start_makes_no_study(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    journal.fenced = True
+    with pytest.raises(Fenced):
+        open_ledger(spec(), storage, journal)
+    with pytest.raises(KeyError):
+        rows(storage)
+
+
+# Pruning.
+
+
+def run_side_by_side(asked: SweepSpec, losses: dict[int, float]) -> dict[int, TrialState]:
+    """All trials at once, epoch by epoch in the order of their numbers; each keeps one loss."""
+    storage = InMemoryStorage()
+    ledger = open_ledger(asked, storage, MemoryJournal())
+    running = {task.number: task for task in iter(ledger.next_task, None)}
+    for epoch in range(1, asked.training.epochs + 1):
+        for number, task in list(running.items()):
+            said = report(task, epoch)
+            assert said.epoch is not None
+            said = replace(said, epoch={**said.epoch, "valid_loss": losses[number]})
+            if not ledger.record(task, said):
+                del running[number]
+    return dict(enumerate(states(storage)))
+
+
+def test_arm_is_never_pruned_for_the_other_arms_sake() -> None:
+    asked = spec(pruner=HALVING, training={"epochs": 8}, budget={"trials": 8})
+    ahead = {number: 1.0 + number / 100 if number % 2 else 9.0 + number / 100 for number in range(8)}
+    level = {number: 1.0 + number / 100 for number in range(8)}
+    assert run_side_by_side(asked, ahead) == run_side_by_side(asked, level)
+
+
+def test_worst_of_an_arm_is_pruned_and_its_best_never_is() -> None:
+    asked = spec(pruner=HALVING, training={"epochs": 8}, budget={"trials": 8})
+    ended = run_side_by_side(asked, {number: 2.0 + number / 10 for number in range(8)})
+    assert ended[0] == ended[1] == TrialState.COMPLETE
+    assert ended[6] == ended[7] == TrialState.PRUNED
+
+
+def test_pruned_trial_keeps_its_last_value() -> None:
+    storage = InMemoryStorage()
+    drive(open_ledger(spec(pruner=HALVING, budget={"trials": 8}), storage, MemoryJournal()))
+    pruned = [row for row in rows(storage) if row.state == TrialState.PRUNED]
+    assert pruned
+    for row in pruned:
+        assert row.last_step is not None
+        assert row.value == row.intermediate_values[row.last_step]
+
+
+def test_no_trial_is_pruned_at_its_last_epoch() -> None:
+    asked = spec(pruner={**HALVING, "min_epochs": 3}, budget={"trials": 8})
+    ended = run_side_by_side(asked, {number: 2.0 + number / 10 for number in range(8)})
+    assert set(ended.values()) == {TrialState.COMPLETE}
+
+
+@given(
+    epochs=st.integers(1, 2000),
+    min_epochs=st.integers(1, 40),
+    factor=st.integers(2, 5),
+)
+def test_rungs_are_epochs_that_optuna_hears_of_and_never_the_last(
+    epochs: int, min_epochs: int, factor: int
+) -> None:
+    halving = SuccessiveHalving(name="successive_halving", min_epochs=min_epochs, reduction_factor=factor)
+    rungs = rung_epochs(halving, epochs)
+    assert rungs <= intermediate_epochs(epochs) - {epochs}
+    assert all(rung >= min_epochs for rung in rungs)
+    if min_epochs < epochs <= MOST_INTERMEDIATE_VALUES:
+        assert min(rungs) == min_epochs
+
+
+# What Optuna is told.
+
+
+@given(st.integers(1, 100_000))
+def test_optuna_hears_of_at_most_fifty_epochs_the_last_always_among_them(epochs: int) -> None:
+    heard = intermediate_epochs(epochs)
+    assert len(heard) <= MOST_INTERMEDIATE_VALUES
+    assert {1, epochs} <= heard <= set(range(1, epochs + 1))
+
+
+def test_trial_of_500_epochs_leaves_at_most_fifty_values_and_a_whole_curve() -> None:
+    storage, journal = InMemoryStorage(), MemoryJournal()
+    drive(open_ledger(spec(training={"epochs": 500}, budget={"trials": 1}), storage, journal))
+    assert len(rows(storage)[0].intermediate_values) <= MOST_INTERMEDIATE_VALUES
+    assert 500 in rows(storage)[0].intermediate_values
+    assert len(journal.epochs) == 500
+
+
+def test_loss_too_large_for_a_perplexity_is_an_infinite_objective(any_storage: BaseStorage) -> None:
+    ledger = open_ledger(spec(budget={"trials": 1}), any_storage, MemoryJournal())
+    task = ledger.next_task()
+    assert task is not None
+    said = report(task, 3)
+    assert said.epoch is not None
+    huge = {**said.epoch, "valid_loss": 1e6}
+    assert not ledger.record(task, replace(said, epoch=huge, best_epoch=3, best_valid_loss=1e6))
+    assert rows(any_storage)[0].state == TrialState.COMPLETE
+    assert rows(any_storage)[0].value == math.inf
+
+
+def test_rows_of_a_cancelled_sweep_say_so_and_ended_ones_stay_as_they_are(any_storage: BaseStorage) -> None:
+    ledger = open_ledger(spec(), any_storage, MemoryJournal())
+    done = ledger.next_task()
+    ledger.next_task()
+    assert done is not None
+    [ledger.record(done, said) for said in reports(done)]
+    close_open_trials(SWEEP, any_storage, Failure("cancelled", "the sweep was cancelled"))
+    close_open_trials(SWEEP, any_storage, Failure("infrastructure", "twice"))
+    assert states(any_storage) == [TrialState.COMPLETE, TrialState.FAIL]
+    assert "failure_class" not in rows(any_storage)[0].user_attrs
+    assert rows(any_storage)[1].user_attrs["failure_class"] == "cancelled"
+
+
+def test_to_close_the_trials_of_a_sweep_without_a_study_is_harmless(storage: BaseStorage) -> None:
+    close_open_trials("s-never-was", storage, Failure("cancelled", "the sweep was cancelled"))

@@ -1,0 +1,257 @@
+"""The laws of archives and of the store: whole files or none, and nothing but what was written."""
+
+import io
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+
+import fsspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, pack, unpack, write_whole
+
+FILES = {"config.json": b'{"kappa": 0.1}', "weights": bytes(range(256)) * 3, "empty": b""}
+NAMES = st.text("abcXYZ019._-", min_size=1, max_size=40).filter(lambda name: name not in {SUMS, ".", ".."})
+
+
+@given(st.dictionaries(NAMES, st.binary(max_size=2000), max_size=5))
+def test_archive_gives_back_what_was_packed(files: dict[str, bytes]) -> None:
+    assert unpack(pack(files), "here") == files
+    assert list(unpack(io.BytesIO(pack(files)), "here")) == list(files)
+
+
+def test_same_content_is_the_same_bytes_whenever_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = pack(FILES)
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    assert pack(dict(FILES)) == first
+
+
+def test_no_changed_byte_goes_unnoticed_where_it_matters() -> None:
+    archive = pack(FILES)
+    for position in range(len(archive)):
+        for value in {archive[position] ^ 1, archive[position] ^ 0x80, 0, 0xFF} - {archive[position]}:
+            changed = archive[:position] + bytes([value]) + archive[position + 1 :]
+            try:
+                assert unpack(changed, "here") == FILES, position
+            except CorruptCheckpoint:
+                continue
+
+
+def test_changed_weight_is_refused() -> None:
+    archive = pack(FILES)
+    start = archive.index(FILES["weights"])
+    for position in range(start, start + len(FILES["weights"])):
+        changed = bytearray(archive)
+        changed[position] ^= 1
+        with pytest.raises(CorruptCheckpoint, match="weights in here is not what was written"):
+            unpack(bytes(changed), "here")
+
+
+def test_archive_cut_short_is_refused_or_whole() -> None:
+    archive = pack(FILES)
+    for length in range(0, len(archive), 7):
+        try:
+            assert unpack(archive[:length], "here") == FILES
+        except CorruptCheckpoint as error:
+            assert "here" in str(error)
+
+
+class Planted:
+    """Unpickled, it creates a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.file,)
+
+
+def tar(members: dict[str, bytes], kind: bytes = tarfile.REGTYPE, mode: str = "w") -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.type, member.size, member.linkname = kind, len(content), "/etc/passwd"
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def zipped() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("config.json", "{}")
+    return buffer.getvalue()
+
+
+def huge_member() -> bytes:
+    """A valid header of a member of 2**87 bytes."""
+    header = bytearray(tarfile.TarInfo("weights").tobuf(tarfile.USTAR_FORMAT))
+    header[124:136] = b"\x80" + b"\xff" * 11
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + bytes(2048)
+
+
+FOREIGN = {
+    "empty file": b"",
+    "text": b"all work and no play",
+    "zeros": bytes(10240),
+    "zip": zipped(),
+    "tar without sums": tar({"config.json": b"{}"}),
+    "tar with unreadable sums": tar({SUMS: b"\xff\xfe"}),
+    "tar with other files than its sums": tar({SUMS: b"", "config.json": b"{}"}),
+    "compressed tar": tar(FILES, mode="w:gz"),
+    "links": tar({"config.json": b"", SUMS: b""}, kind=tarfile.SYMTYPE),
+    "devices": tar({"config.json": b"", SUMS: b""}, kind=tarfile.CHRTYPE),
+    "huge member": huge_member(),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_file_is_refused_by_its_name(kind: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match="the/file.tar"):
+        unpack(FOREIGN[kind], "the/file.tar")
+
+
+def test_pickle_is_refused_and_never_loaded(tmp_path: Path) -> None:
+    trap = pickle.dumps(Planted(tmp_path / "sprung"))
+    with pytest.raises(CorruptCheckpoint):
+        unpack(trap, "here")
+    assert unpack(pack({"model.pkl": trap}), "here") == {"model.pkl": trap}
+    assert not list(tmp_path.iterdir())
+    pickle.loads(trap)
+    assert (tmp_path / "sprung").exists(), "the trap works"
+
+
+@pytest.mark.parametrize("name", ["../out", "/tmp/fraternal-out", "a/../../out"])
+def test_names_that_lead_elsewhere_never_touch_the_disk(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert unpack(pack({name: b"x"}), "here") == {name: b"x"}
+    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / name).exists()
+
+
+# Conformance: every kind of store.
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
+    if request.param == "file":
+        return CheckpointStore((tmp_path / "checkpoints").as_uri())
+    fsspec.filesystem("memory").store.clear()
+    return CheckpointStore("memory://checkpoints")
+
+
+def test_last_comes_back_and_is_gone_when_discarded(store: CheckpointStore) -> None:
+    assert store.load_last("s1", 0) is None
+    store.save_last("s1", 0, FILES)
+    store.save_last("s1", 0, {"other": b"newer"})
+    assert store.load_last("s1", 0) == {"other": b"newer"}
+    store.discard_last("s1", 0)
+    store.discard_last("s1", 0)
+    assert store.load_last("s1", 0) is None
+
+
+def test_trials_and_sweeps_do_not_share_checkpoints(store: CheckpointStore) -> None:
+    for sweep, number in (("s1", 0), ("s1", 1), ("s2", 0), ("s1", 123456)):
+        store.save_last(sweep, number, {"of": f"{sweep}/{number}".encode()})
+    assert store.load_last("s1", 0) == {"of": b"s1/0"}
+    assert store.load_last("s1", 1) == {"of": b"s1/1"}
+    assert store.load_last("s2", 0) == {"of": b"s2/0"}
+    assert store.load_last("s1", 123456) == {"of": b"s1/123456"}
+
+
+def test_best_has_the_sha256_that_saving_it_returned(store: CheckpointStore) -> None:
+    sha256 = store.save_best("s1", 0, FILES)
+    assert store.best_sha256("s1", 0) == sha256
+    with store.open_best("s1", 0) as file:
+        assert unpack(file, "best") == FILES
+    assert store.save_best("s1", 1, FILES) == sha256
+
+
+def test_missing_best_is_a_file_not_found(store: CheckpointStore) -> None:
+    with pytest.raises(FileNotFoundError):
+        store.open_best("s1", 0)
+    with pytest.raises(FileNotFoundError):
+        store.best_sha256("s1", 0)
+
+
+def test_reader_of_best_is_not_disturbed_by_a_replacement(store: CheckpointStore) -> None:
+    store.save_best("s1", 0, FILES)
+    with store.open_best("s1", 0) as file:
+        head = file.read(100)
+        store.save_best("s1", 0, {"weights": bytes(100_000)})
+        assert unpack(head + file.read(), "best") == FILES
+    with store.open_best("s1", 0) as file:
+        assert unpack(file, "best") == {"weights": bytes(100_000)}
+
+
+def test_corrupt_last_is_named(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path.as_uri())
+    store.save_last("s1", 7, FILES)
+    (tmp_path / "s1" / "t00007" / "last.tar").write_bytes(b"scrap")
+    with pytest.raises(CorruptCheckpoint, match=r"t00007/last\.tar"):
+        store.load_last("s1", 7)
+
+
+# Whole files.
+
+
+def test_part_of_a_file_is_no_checkpoint_and_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path.as_uri())
+    folder = tmp_path / "s1" / "t00000"
+    folder.mkdir(parents=True)
+    for name in ("last.tar.part", "best.tar.part"):
+        (folder / name).write_bytes(pack(FILES)[:700])
+    assert store.load_last("s1", 0) is None
+    with pytest.raises(FileNotFoundError):
+        store.open_best("s1", 0)
+    store.save_last("s1", 0, {"new": b"1"})
+    assert store.load_last("s1", 0) == {"new": b"1"}
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_whole(tmp_path / "last.tar", b"old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "last.tar", b"new")
+    assert (tmp_path / "last.tar").read_bytes() == b"old"
+
+
+WRITER = """
+import itertools, sys
+from pathlib import Path
+from trials.store import pack, write_whole
+for count in itertools.count():
+    write_whole(Path(sys.argv[1]), pack({"count": b"%d" % count, "weights": bytes([count % 256]) * 200_000}))
+    if count == 0:
+        print("writing", flush=True)
+"""
+
+
+def test_killed_writer_always_leaves_a_whole_file(tmp_path: Path) -> None:
+    file, chance = tmp_path / "last.tar", random.Random(1)
+    for _ in range(20):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(file)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"writing\n"
+        time.sleep(chance.random() * 0.02)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        files = unpack(file.read_bytes(), str(file))
+        assert files["weights"] == bytes([int(files["count"]) % 256]) * 200_000
