@@ -1,4 +1,4 @@
-"""`python -m service.drive SWEEP GENERATION SCRATCH`: a driver's process. Joins the records to trials.driver."""
+"""`python -m service.drive SWEEP GENERATION SCRATCH`: a driver's process. Joins records to trials.driver."""
 
 import sys
 from pathlib import Path

@@ -159,11 +159,11 @@ def _bar(snapshot: Snapshot) -> Group:
     head = Table.grid(padding=(0, 1))
     head.add_row(
         Text(snapshot.title, style="bold"),
-        ProgressBar(total=max(1, snapshot.total), completed=snapshot.done, width=24),
+        ProgressBar(total=max(1, snapshot.total), completed=snapshot.done, width=16),
         f"{snapshot.done}/{snapshot.total} {snapshot.unit}",
         f"{duration(snapshot.elapsed_s)} elapsed, {_time_left(snapshot)}",
     )
-    return Group(head, Text(" · ".join(snapshot.facts), overflow="ellipsis", no_wrap=True))
+    return Group(head, Text(" · ".join(snapshot.facts)))
 
 
 def perplexity(value: float | None) -> str:

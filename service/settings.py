@@ -31,8 +31,8 @@ class Settings(BaseSettings):
     def _loopback_only(self) -> Self:
         if self.host not in {"127.0.0.1", "::1", "localhost"}:
             raise ValueError(
-                f"host {self.host!r} is not loopback: this version has no sign-in, so it listens on 127.0.0.1 only; "
-                "reach it from elsewhere through an SSH tunnel"
+                f"host {self.host!r} is not loopback: this version has no sign-in, so it listens on "
+                "127.0.0.1 only; reach it from elsewhere through an SSH tunnel"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Implementations in memory of what the core is given: a journal, a launcher, a worker; and a way to crash."""
+"""What the core is given, in memory: a journal, a launcher, a worker, and a way to crash."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -209,7 +209,7 @@ class MemoryLauncher:
         return {"sweep": sweep_id, "generation": generation}
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
-        return self.alive.get(driver["sweep"]) == driver["generation"]
+        return bool(self.alive.get(driver["sweep"]) == driver["generation"])
 
     def end(self, sweep_id: str) -> None:
         self.calls.append(f"end {sweep_id}")

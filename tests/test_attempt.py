@@ -24,10 +24,10 @@ EPOCHS = 5
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> PathCorpus:
-    return PathCorpus(path=str(write_corpus(tmp_path_factory.mktemp("corpus"), tokens=900)))
+    return PathCorpus(path=str(write_corpus(tmp_path_factory.mktemp("corpus"), tokens=300)), valid_tokens=150)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def task(corpus: PathCorpus) -> Task:
     """Averaging starts in the middle: the learning rate is too high to get better for long."""
     config = TrialConfig(
@@ -45,11 +45,12 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore((tmp_path / "store").as_uri())
 
 
-@pytest.fixture
-def undisturbed(task: Task, tmp_path: Path) -> tuple[list[Report], bytes]:
+@pytest.fixture(scope="module")
+def undisturbed(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Report], bytes]:
     """All reports of a run that nothing happened to, and its best checkpoint."""
-    store = CheckpointStore((tmp_path / "twin").as_uri())
-    said = list(run_attempt(task, store, tmp_path))
+    directory = tmp_path_factory.mktemp("twin")
+    store = CheckpointStore(directory.as_uri())
+    said = list(run_attempt(task, store, directory))
     assert [report.failure for report in said] == [None] * EPOCHS
     return said, best_bytes(store)
 
@@ -189,9 +190,8 @@ def test_epoch_with_anything_infinite_has_diverged_and_is_not_kept(
     task: Task, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     run_epoch = Training._run_epoch
-    monkeypatch.setattr(
-        Training, "_run_epoch", lambda *args: replace(run_epoch(*args), **{name: float("inf")})
-    )
+    infinite: dict[str, Any] = {name: float("inf")}
+    monkeypatch.setattr(Training, "_run_epoch", lambda *args: replace(run_epoch(*args), **infinite))
     (only,) = run_attempt(task, store, tmp_path)
     assert only.failure is not None
     assert only.failure.failure_class == "diverged"

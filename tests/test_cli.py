@@ -1,7 +1,9 @@
 """The `fraternal` command: what it prints, what it returns, and what it leaves behind."""
 
+import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from service.cli import app, parse_corpus, with_overrides
@@ -274,10 +277,8 @@ def test_a_watcher_waits_for_a_service_that_comes_back(client: FraternalClient, 
 # Progress.
 
 
-def console(terminal: bool = False) -> Any:
-    from rich.console import Console
-
-    return Console(record=True, force_terminal=terminal, width=100, file=open(os.devnull, "w"))
+def console(terminal: bool = False) -> Console:
+    return Console(record=True, force_terminal=terminal, width=100, file=io.StringIO())
 
 
 def snapshot(done: int, elapsed_s: float = 0.0) -> Snapshot:
@@ -366,7 +367,10 @@ def test_a_second_service_on_the_same_data_is_refused(served: subprocess.Popen[s
     assert served.stdout is not None
     served.stdout.readline()
     second = subprocess.run(
-        [*FRATERNAL, "serve", "--port", "0", "--data-dir", "served"], capture_output=True, text=True
+        [*FRATERNAL, "serve", "--port", "0", "--data-dir", "served"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert second.returncode == 1
     assert f"in use by the service with process id {served.pid}" in second.stderr
@@ -400,7 +404,10 @@ def test_settings_that_would_do_harm_are_refused(option: str, value: str, words:
 
 # Training and evaluating without a service.
 
-SMALL = "--epochs 2 --batch-size 4 --bptt 15 --embedding-size 16 --hidden-size 16 --layers 1 --seed 3".split()
+SMALL = [
+    *["--epochs", "2", "--batch-size", "4", "--bptt", "15", "--seed", "3"],
+    *["--embedding-size", "16", "--hidden-size", "16", "--layers", "1"],
+]
 
 
 @pytest.fixture(scope="module")
@@ -433,14 +440,24 @@ def test_a_checkpoint_whose_text_has_changed_does_not_agree(trained: Path, text:
     assert (result.exit_code, "the text has changed" in result.stderr) == (1, True)
 
 
+def write_text(directory: str, train: str, other: str) -> str:
+    Path(directory).mkdir()
+    for split, words in (("train", train), ("valid", other), ("test", other)):
+        (Path(directory) / f"{split}.txt").write_text(words + "\n")
+    return directory
+
+
+def test_what_is_a_word_is_decided_by_the_checkpoints_vocabulary(trained: Path) -> None:
+    other = write_text("other", train="w00 w01", other="w05 w06 w07")
+    result = run("evaluate", str(trained), "--corpus", other, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert (json.loads(result.stdout)["tokens"], json.loads(result.stdout)["unknown"]) == (3, 0)
+
+
 def test_a_word_that_the_checkpoint_does_not_know_is_refused_where_it_has_no_unknown_word(
-    trained: Path, text: Path
+    trained: Path,
 ) -> None:
-    other = Path("other")
-    other.mkdir()
-    for split in ("train", "valid", "test"):
-        (other / f"{split}.txt").write_text("w00 unheard-of w01\n")
-    result = run("evaluate", str(trained), "--corpus", str(other))
+    result = run("evaluate", str(trained), "--corpus", write_text("other", "w00", "w00 unheard-of w01"))
     assert (result.exit_code, "unheard-of" in result.stderr) == (1, True)
 
 
@@ -497,6 +514,16 @@ def test_a_kappa_of_zero_is_zero(text: Path) -> None:
         config = archive.extractfile("config.json")
         assert config is not None
         assert json.load(config)["regularization"]["kappa"] == 0
+
+
+def test_what_is_kept_are_the_weights_of_the_best_epoch(text: Path) -> None:
+    worsening = ["--set", "training.lr=300", "--set", "training.averaging=none", "--epochs", "6"]
+    result = run("train", "--corpus", str(text), *SMALL, *worsening)
+    best = re.findall(r"best .* \(epoch (\d)\)", result.stdout)[-1]
+    with tarfile.open("best.tar") as archive:
+        metrics = archive.extractfile("metrics.json")
+        assert metrics is not None
+        assert json.load(metrics)["epoch"] == int(best) < 6
 
 
 @pytest.mark.parametrize(

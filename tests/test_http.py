@@ -8,10 +8,11 @@ import re
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.dashboard import _with_accept_encoding
+from service.sweeps import OpenCheckpoint, SweepController
 from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
 
 PROBLEM = "application/problem+json"
@@ -488,23 +490,51 @@ def test_the_best_checkpoint_so_far_can_be_fetched_while_the_sweep_runs(
     assert client.get(f"/v1/sweeps/{running}/best/checkpoint").status_code == 200
 
 
-def open_checkpoints() -> list[Path]:
-    descriptors = list(Path("/proc/self/fd").iterdir())
-    return [
-        file for file in (fd.resolve() for fd in descriptors if fd.is_symlink()) if file.name == "best.tar"
-    ]
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[BinaryIO]:
+    """Every checkpoint file that a request opens, kept alive: only the service itself may close it."""
+    files: list[BinaryIO] = []
+    original = SweepController.best_checkpoint
+
+    def noted(controller: SweepController, sweep_id: str) -> OpenCheckpoint:
+        checkpoint = original(controller, sweep_id)
+        files.append(checkpoint.file)
+        return checkpoint
+
+    monkeypatch.setattr(SweepController, "best_checkpoint", noted)
+    return files
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to see which files are open")
+def wait_until_closed(files: list[BinaryIO]) -> None:
+    deadline = time.monotonic() + 10
+    while not all(file.closed for file in files):
+        assert time.monotonic() < deadline, "a checkpoint stayed open"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
 @pytest.mark.parametrize(
     "headers", [{}, {"range": "bytes=1-2"}, {"range": "bytes=99999999-"}, {"if-none-match": "*"}], ids=str
 )
 def test_no_answer_leaves_a_checkpoint_open(
-    client: httpx.Client, checkpoint: httpx.Response, headers: dict[str, str]
+    client: httpx.Client,
+    checkpoint: httpx.Response,
+    opened: list[BinaryIO],
+    method: str,
+    headers: dict[str, str],
 ) -> None:
-    for method in ("GET", "HEAD"):
-        client.request(method, path_of(checkpoint), headers=headers)
-    assert open_checkpoints() == []
+    client.request(method, path_of(checkpoint), headers=headers)
+    assert len(opened) == 1
+    wait_until_closed(opened)
+
+
+def test_a_client_that_goes_away_leaves_no_checkpoint_open(
+    client: httpx.Client, checkpoint: httpx.Response, opened: list[BinaryIO]
+) -> None:
+    with client.stream("GET", path_of(checkpoint)) as response:
+        next(response.iter_raw(1))
+    assert len(opened) == 1
+    wait_until_closed(opened)
 
 
 # The dashboard.

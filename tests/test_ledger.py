@@ -100,6 +100,7 @@ def test_objective_of_a_trial_that_gets_worse_is_not_its_last_epoch() -> None:
     drive(open_ledger(spec(), storage, MemoryJournal()))
     row = rows(storage)[1]
     assert row.user_attrs["best_epoch"] == 2
+    assert row.value is not None
     assert row.value < row.intermediate_values[3]
 
 
@@ -223,7 +224,7 @@ def crash_after(writes: int, asked: SweepSpec, work: Work) -> tuple[bool, Crashi
 
 
 def some_fail(task: Task) -> Iterator[Report]:
-    """Trial 1 diverges after an epoch; trial 2 is hopeless on its first attempt, and would not be on another."""
+    """Trial 1 diverges after an epoch; trial 2 fails on its first attempt, and would not on another."""
     said = reports(task)
     if task.number == 1:
         yield next(said)

@@ -1,7 +1,7 @@
 """What dies, and what must be true afterwards: real processes, a real Ray, a real kill -9.
 
-Equal seeds make equal weights, so a sweep that was disturbed is compared with a twin that was not: checkpoint by
-checkpoint, by SHA-256.
+Equal seeds make equal weights, so a sweep that was disturbed is compared with a twin that was not: checkpoint
+by checkpoint, by SHA-256.
 """
 
 import tempfile

@@ -65,20 +65,21 @@ class Window:
 
 
 @EVERY
-@pytest.mark.parametrize("length", [T, 1])
+@pytest.mark.parametrize("kappa", [0.3, 0])
+@pytest.mark.parametrize("length", [T, 1, 50])  # 50 * B words are more than the head takes at once.
 @pytest.mark.parametrize("stop_gradient", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_and_gradients_equal_the_reference(
-    name: str, length: int, stop_gradient: bool, tied: bool
+    name: str, length: int, kappa: float, stop_gradient: bool, tied: bool
 ) -> None:
     window = Window(replace(DROPPED, tied=tied), length)
-    regularization = Regularization(name, kappa=0.3, alpha=2, beta=1, eld_stop_gradient=stop_gradient)
+    regularization = Regularization(name, kappa=kappa, alpha=2, beta=1, eld_stop_gradient=stop_gradient)
     total = window.parts(regularization).total
     weights = {
         key: tensor.detach().clone().requires_grad_() for key, tensor in window.model.state_dict().items()
     }
     expected = reference_loss(
-        weights, window.model.config, regularization, 0.3,
+        weights, window.model.config, regularization, kappa,
         window.tokens_TB, window.targets_TB, window.state, window.first, window.second,
     )  # fmt: skip
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-10)

@@ -13,7 +13,7 @@ from scipy import stats
 
 from tests.fakes import MemoryJournal, open_ledger, spec
 from trials.samplers import build_sampler, suggest, unit_interval, value_at
-from trials.spec import SweepSpec
+from trials.spec import SweepSpec, TrialConfig
 
 SPACE = {
     "kappa": {"type": "uniform", "low": 0.0, "high": 0.3},
@@ -58,7 +58,8 @@ def test_value_does_not_depend_on_who_runs_when_or_how_often_the_driver_restarts
     one_by_one, ledger = {}, open_ledger(asked, InMemoryStorage(), MemoryJournal())
     for task in iter(ledger.next_task, None):
         one_by_one[task.number] = task.config
-    storage, restarted = InMemoryStorage(), {}
+    storage = InMemoryStorage()
+    restarted: dict[int, TrialConfig] = {}
     for tasks in range(1, 13):  # each driver dies one task later than the one before it
         ledger = open_ledger(asked, storage, MemoryJournal())
         for task in itertools.islice(iter(ledger.next_task, None), tasks):

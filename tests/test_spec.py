@@ -68,7 +68,7 @@ SPECS = st.fixed_dictionaries(
 
 
 def multiplied_specs(name: str) -> st.SearchStrategy[dict[str, Any]]:
-    """A dropout rate and its multiplier, each fixed by an arm, sampled, or left alone: where products may be too much."""
+    """A rate and its multiplier, each fixed by an arm, sampled or left alone: products may be too much."""
     rates = st.floats(0, 0.99)
     factors = st.floats(0, 2)
     fixed = st.dictionaries(st.just(name), rates) | st.dictionaries(st.just(f"{name}_multiplier"), factors)

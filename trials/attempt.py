@@ -2,7 +2,7 @@
 
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ CPU_OUT_OF_MEMORY = "can't allocate memory"
 """What torch says; it has an exception for a GPU's memory only."""
 
 
-def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Report]:
+def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Generator[Report]:
     """Train a trial to its end, from its `last` checkpoint where there is one, and report every epoch.
 
     The latest recorded epoch is reported again, and so is what was trained but never recorded.
@@ -41,7 +41,6 @@ def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[
     except Exception as error:  # a trial's own failure ends that trial and no other
         out_of_memory = isinstance(error, RuntimeError) and CPU_OUT_OF_MEMORY in str(error)
         yield _failed("out_of_memory" if out_of_memory else "user_error", traceback.format_exc())
-        yield _failed("user_error", traceback.format_exc())
 
 
 def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Report]:

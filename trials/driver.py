@@ -1,7 +1,7 @@
-"""One process per running sweep: runs the ledger's tasks with Ray Tune until none is left. The only file that knows Tuner.
+"""One process per running sweep: runs the ledger's tasks with Ray Tune. The only file that knows Tuner.
 
-Crash-only: nothing here needs to happen before the process dies. A new driver finds all it needs in the study and in the
-checkpoint store; whatever this one leaves in Tune's folder is never read.
+Crash-only: nothing here needs to happen before the process dies. A new driver finds all it needs in the study
+and in the checkpoint store; whatever this one leaves in Tune's folder is never read.
 """
 
 import os
@@ -33,7 +33,7 @@ def drive(
     scratch: Path,
     ray_address: str | None,
 ) -> None:
-    """Run every task of the ledger; returns when no trial is open. `scratch` may be deleted afterwards, or at any time."""
+    """Run every task of the ledger; returns when no trial is open. `scratch` may be deleted afterwards."""
     if ledger.exhausted:
         return
     start_ray(scratch, ray_address)
@@ -51,7 +51,7 @@ def drive(
             search_alg=search,
             scheduler=LedgerScheduler(ledger, search),
             reuse_actors=True,
-            trial_dirname_creator=lambda trial: f"t{search.tasks[trial.trial_id].number:05d}_{trial.trial_id}",
+            trial_dirname_creator=lambda trial: str(trial.trial_id),  # by default it is a task, spelt out
         ),
         run_config=RunConfig(
             name="tune",
@@ -67,7 +67,7 @@ def drive(
 
 
 def start_ray(scratch: Path, address: str | None) -> None:
-    """Join the cluster, or start a small Ray of our own: a bare init would join whatever another program left."""
+    """Join the cluster, or start a small Ray of our own: a bare init would join what others left running."""
     if address is not None:
         ray.init(address=address, log_to_driver=False)
         return
@@ -82,7 +82,7 @@ def start_ray(scratch: Path, address: str | None) -> None:
 
 def room_for(resources: Resources) -> int:
     """How many trials the cluster has room for; at least one, so that a cluster that grows later is used."""
-    cluster = ray.cluster_resources()
+    cluster: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     by_cpu = cluster.get("CPU", 0) / resources.cpus
     by_gpu = cluster.get("GPU", 0) / resources.gpus if resources.gpus else by_cpu
     return max(1, int(min(by_cpu, by_gpu)))

@@ -1,4 +1,4 @@
-"""The study ledger behind Ray Tune's two public faces: a Searcher hands out tasks, a scheduler takes reports."""
+"""The ledger behind Ray Tune's two public faces: a Searcher hands out tasks, a scheduler takes reports."""
 
 from typing import Any
 
@@ -21,7 +21,8 @@ class StudySearch(Searcher):
         self.tasks: dict[str, Task] = {}
         """Open tasks by Tune's trial id."""
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+    def suggest(self, trial_id: str) -> Any:
+        """The next task, None to be asked again, or FINISHED, which Tune's own annotation forgets."""
         if len(self.tasks) >= self._max_concurrent:
             return None
         task = self._ledger.next_task()
@@ -56,7 +57,7 @@ class LedgerScheduler(FIFOScheduler):
     """Passes every report to the ledger and stops the trials that it says are over."""
 
     def __init__(self, ledger: StudyLedger, search: StudySearch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # Ray's
         self._ledger = ledger
         self._search = search
 

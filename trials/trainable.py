@@ -1,6 +1,6 @@
 """What Ray Tune runs: an attempt, one epoch a step. A module of its own, so that Ray pickles it by name."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class LanguageModelTrial(tune.Trainable):
 
     def _begin(self, config: dict[str, Any]) -> None:
         task: Task = config["task"]
-        self._reports: Iterator[Report] = run_attempt(
+        self._reports: Generator[Report] = run_attempt(
             task, CheckpointStore(config["store_url"]), Path(config["data_dir"])
         )
 

@@ -1,0 +1,250 @@
+"""The laws of the local launcher, on real processes: what carries a sweep's mark is that sweep's."""
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from service.launcher import LOG_TAIL_BYTES, MARK, LocalLauncher, _marked_processes, _scratch
+from service.settings import Settings
+
+SLEEP = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("asleep", flush=True)
+time.sleep(99)
+"""
+PARENT = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}], start_new_session=True, stdout=sys.stdout)
+time.sleep(99)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> LocalLauncher:
+    return LocalLauncher(Settings(data_dir=tmp_path))
+
+
+@pytest.fixture
+def sweep(launcher: LocalLauncher) -> Iterator[str]:
+    """An id of no other test's, whose processes do not outlive the test."""
+    name = f"s{secrets.token_hex(5)}"
+    yield name
+    launcher.end(name)
+
+
+@contextlib.contextmanager
+def running(program: str, sweep: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of a sweep that says a word when it, or its child, sleeps."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, MARK: sweep},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "asleep\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def record_of(process: subprocess.Popen[str]) -> dict[str, float]:
+    """What a launcher would have written down of it."""
+    return {"pid": process.pid, "started": psutil.Process(process.pid).create_time()}
+
+
+def test_end_kills_children_in_other_sessions_and_who_ignores_sigterm(
+    launcher: LocalLauncher, sweep: str
+) -> None:
+    with running(PARENT, sweep) as parent:
+        family = _marked_processes(sweep)
+        assert len(family) == 2
+        assert len({os.getsid(process.pid) for process in family}) == 2
+        parent.kill()  # the child is an orphan now
+        parent.wait()
+        assert len(_marked_processes(sweep)) == 1
+        launcher.end(sweep)
+        assert _marked_processes(sweep) == []
+
+
+def test_end_leaves_other_sweeps_alone(launcher: LocalLauncher, sweep: str) -> None:
+    other = f"{sweep}0"
+    with running(SLEEP, sweep) as mine, running(SLEEP, other) as others:
+        launcher.end(sweep)
+        mine.wait(5)
+        assert _marked_processes(sweep) == []
+        assert others.poll() is None
+        assert len(_marked_processes(other)) == 1
+
+
+def test_end_removes_the_scratch_folder_and_may_be_repeated(launcher: LocalLauncher, sweep: str) -> None:
+    (_scratch(sweep) / "ray" / "session").mkdir(parents=True)
+    launcher.end(sweep)
+    assert not _scratch(sweep).exists()
+    launcher.end(sweep)
+
+
+def test_own_driver_is_alive_until_it_ends(launcher: LocalLauncher, sweep: str) -> None:
+    driver = launcher.launch(sweep, 1)
+    assert launcher.is_alive(driver)
+    assert _scratch(sweep).stat().st_mode & 0o777 == 0o700
+    launcher.end(sweep)
+    assert not launcher.is_alive(driver)
+    assert not psutil.pid_exists(driver["pid"]), "no zombie is left"
+
+
+def test_driver_is_found_again_by_another_launcher(
+    launcher: LocalLauncher, sweep: str, tmp_path: Path
+) -> None:
+    driver = launcher.launch(sweep, 1)
+    restarted = LocalLauncher(Settings(data_dir=tmp_path))
+    assert restarted.is_alive(driver)
+    psutil.Process(driver["pid"]).kill()
+    wait_until_dead(driver["pid"])
+    assert not restarted.is_alive(driver), "a zombie is not alive"
+    launcher.end(sweep)
+    assert not restarted.is_alive(driver)
+
+
+def wait_until_dead(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_another_process_with_a_drivers_pid_is_not_the_driver(launcher: LocalLauncher, sweep: str) -> None:
+    with running(SLEEP, sweep) as process:
+        driver = record_of(process)
+        assert launcher.is_alive(driver)
+        assert not launcher.is_alive({**driver, "started": driver["started"] - 60})
+
+
+def test_pid_that_nobody_has_is_not_alive(launcher: LocalLauncher) -> None:
+    assert not launcher.is_alive({"pid": 2**22 + 1, "started": 0.0})
+
+
+def test_no_command_line_shows_the_databases_password(tmp_path: Path, sweep: str) -> None:
+    url = "postgresql+psycopg://fraternal:xyzzy-secret@127.0.0.1:1/fraternal"
+    launcher = LocalLauncher(Settings(data_dir=tmp_path, database_url=url))
+    driver = psutil.Process(launcher.launch(sweep, 1)["pid"])
+    deadline = time.monotonic() + 10
+    while "service.drive" not in driver.cmdline():  # between fork and exec it is a copy of us
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert driver.environ()["FRATERNAL_DATABASE_URL"] == url
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            assert "xyzzy-secret" not in " ".join(process.cmdline())
+    launcher.end(sweep)
+
+
+def test_drivers_clock_is_utc_and_its_ray_listens_here_only(launcher: LocalLauncher, sweep: str) -> None:
+    environment = launcher._environment(sweep)
+    assert environment["TZ"] == "UTC"
+    assert environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert environment["RAY_AUTH_TOKEN"] != launcher._environment(sweep)["RAY_AUTH_TOKEN"]
+
+
+@pytest.mark.slow
+def test_all_that_ray_starts_keeps_the_mark(sweep: str, launcher: LocalLauncher, tmp_path: Path) -> None:
+    program = """
+import ray, sys
+ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20,
+         _temp_dir=sys.argv[1])
+ray.get(ray.remote(lambda: None).remote())
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    scratch = _scratch(sweep)
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(scratch)],
+        env=launcher._environment(sweep),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+    assert len(family) > 3
+    assert family <= {marked.pid for marked in _marked_processes(sweep)}
+    launcher.end(sweep)
+    process.wait(5)
+    process.stdin.close()
+    process.stdout.close()
+    assert not [pid for pid in family if psutil.pid_exists(pid) and not is_zombie(pid)]
+    assert not scratch.exists()
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+# Words.
+
+
+def write_log(tmp_path: Path, sweep: str, content: bytes) -> None:
+    (tmp_path / "drivers").mkdir()
+    (tmp_path / "drivers" / f"{sweep}.log").write_bytes(content)
+
+
+def test_log_that_is_not_there_has_no_words(launcher: LocalLauncher, sweep: str) -> None:
+    assert launcher.log_tail(sweep) == ""
+
+
+def test_short_log_is_told_whole(launcher: LocalLauncher, sweep: str, tmp_path: Path) -> None:
+    write_log(tmp_path, sweep, b"ImportError: \xce\xba\n")
+    assert launcher.log_tail(sweep) == "ImportError: κ\n"
+
+
+def test_end_of_a_huge_log_is_told_without_reading_all_of_it(
+    launcher: LocalLauncher, sweep: str, tmp_path: Path
+) -> None:
+    write_log(tmp_path, sweep, b"")
+    with (tmp_path / "drivers" / f"{sweep}.log").open("r+b") as log:
+        log.truncate(2**40)  # sparse: takes no room, and no machine could read it
+        log.seek(0, os.SEEK_END)
+        log.write(b"the last words")
+    assert launcher.log_tail(sweep).endswith("the last words")
+    assert len(launcher.log_tail(sweep)) <= LOG_TAIL_BYTES
+
+
+def test_binary_log_is_told_in_characters_that_any_database_takes(
+    launcher: LocalLauncher, sweep: str, tmp_path: Path
+) -> None:
+    write_log(tmp_path, sweep, bytes(range(256)) * 100)
+    words = launcher.log_tail(sweep)
+    assert "\0" not in words
+    words.encode()
+
+
+def test_capacity_is_what_this_process_may_use(
+    launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5})
+    monkeypatch.setattr(os, "listdir", lambda path: ["0000:01:00.0", "0000:02:00.0"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert (launcher.capacity().cpus, launcher.capacity().gpus) == (2, 2)
+    for visible, gpus in (("", 0), ("1", 1), ("0,1", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert launcher.capacity().gpus == gpus

@@ -1,0 +1,47 @@
+"""The README's walk-through works as printed."""
+
+import re
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.service_process import running_service, wait_until, write_corpus
+
+README = Path(__file__).parent.parent / "README.md"
+USUAL_URL = "http://127.0.0.1:8123"
+
+
+def walk_through() -> list[str]:
+    """The shell blocks between the mark in the README and the next heading."""
+    after_mark = README.read_text().partition("<!-- walk-through")[2].partition("\n## ")[0]
+    return re.findall(r"```bash\n(.*?)```", after_mark, flags=re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the walk-through needs curl: install it")
+def test_the_walk_through_with_curl_works_as_printed(tmp_path: Path) -> None:
+    submit, look, fetch, cancel = walk_through()
+    assert USUAL_URL in submit
+    write_corpus(tmp_path / "ptb")
+    with running_service(tmp_path / "data") as service:
+        here = submit.replace(USUAL_URL, service.url).replace("CORPUS=./ptb", f"CORPUS={tmp_path / 'ptb'}")
+
+        def run(*blocks: str) -> str:
+            script = "\n".join(("set -euo pipefail", *blocks))
+            done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        run(here)
+        sweep_id = service.get("/v1/sweeps")["sweeps"][0]["id"]
+        addresses = f"export URL={service.url} SWEEP={sweep_id}"
+        assert f'"id":"{sweep_id}"' in run(addresses, look)
+        wait_until(lambda: service.sweep(sweep_id)["best"] is not None, "a trial has finished an epoch")
+        assert "model.safetensors" in run(addresses, fetch)
+        with tarfile.open(tmp_path / "best.tar") as archive:
+            assert "SHA256SUMS" in archive.getnames()
+        run(addresses, cancel)
+        assert service.wait_for_end(sweep_id)["state"] == "cancelled"

@@ -1,0 +1,275 @@
+"""The laws of the reconciler, over drivers that are entries of a dict."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.storages import InMemoryStorage
+from optuna.trial import TrialState
+from sqlalchemy import update
+
+from service.reconciler import MOST_FRUITLESS_LAUNCHES, Reconciler
+from service.records import Records, SweepJournal, _naive, migrate, now, open_engine, sweeps
+from tests.fakes import MemoryLauncher, epoch_fields, spec
+from trials.ledger import StudyLedger
+from trials.store import CheckpointStore
+
+
+class World:
+    """A reconciler with all that it looks at."""
+
+    def __init__(self, records: Records, running_sweeps: int = 1) -> None:
+        self.records = records
+        self.storage = InMemoryStorage()
+        self.launcher = MemoryLauncher()
+        self.reconciler = Reconciler(records, self.storage, self.launcher, running_sweeps)
+
+    def submit(self, *names: str) -> None:
+        for name in names:
+            self.records.add_sweep(name, spec())
+
+    def look(self) -> None:
+        self.reconciler.reconcile()
+
+    def states(self) -> dict[str, str]:
+        return {record.id: record.state for record in self.records.list_sweeps()}
+
+    def generation(self, name: str) -> int:
+        return self.records.get_sweep(name).generation
+
+    def journal(self, name: str) -> SweepJournal:
+        """That of the present driver."""
+        return SweepJournal(self.records, name, self.generation(name))
+
+    def finish(self, name: str) -> None:
+        """Let the driver end its sweep and itself."""
+        assert self.records.finish(name, self.generation(name), "succeeded", None)
+        del self.launcher.alive[name]
+
+    def expire(self, name: str) -> None:
+        past = _naive(now() - timedelta(seconds=1))
+        with self.records.engine.begin() as connection:
+            connection.execute(update(sweeps).where(sweeps.c.id == name).values(lease_until=past))
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Iterator[Records]:
+    engine = open_engine(f"sqlite:///{tmp_path / 'fraternal.db'}")
+    migrate(engine)
+    yield Records(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def world(records: Records) -> World:
+    return World(records)
+
+
+def test_queued_sweep_gets_a_driver_of_generation_1(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    record = world.records.get_sweep("s1")
+    assert (record.state, record.generation) == ("running", 1)
+    assert world.launcher.alive == {"s1": 1}
+    assert record.driver == {"sweep": "s1", "generation": 1}
+
+
+def test_another_look_at_a_running_sweep_starts_nothing(world: World) -> None:
+    world.submit("s1")
+    for _ in range(3):
+        world.look()
+    assert world.launcher.calls == ["end s1", "launch s1"]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_sweeps_run_in_the_order_in_which_they_came_and_no_more_than_allowed(
+    records: Records, limit: int
+) -> None:
+    world = World(records, running_sweeps=limit)
+    names = ["s3", "s1", "s2"]
+    world.submit(*names)
+    started = []
+    for _ in names:
+        world.look()
+        running = [name for name, state in world.states().items() if state == "running"]
+        assert len(running) <= limit
+        started += [name for name in running if name not in started]
+        world.finish(running[0])
+    assert started == names
+
+
+def test_sweep_that_already_runs_counts_though_it_came_later(world: World) -> None:
+    world.submit("s1", "s2")
+    second = world.records.get_sweep("s2")
+    world.records.claim(second, fruitless=0, epochs_done=0)
+    world.records.set_driver("s2", 1, world.launcher.launch("s2", 1))
+    world.look()
+    assert world.states() == {"s1": "queued", "s2": "running"}
+
+
+@pytest.mark.parametrize("how", ["died", "silent"])
+def test_driver_that_is_gone_is_ended_before_the_next_one_starts(world: World, how: str) -> None:
+    world.submit("s1")
+    world.look()
+    if how == "died":
+        del world.launcher.alive["s1"]
+    else:
+        world.expire("s1")
+    world.launcher.calls.clear()
+    world.look()
+    assert world.launcher.calls == ["end s1", "launch s1"]
+    assert world.launcher.alive == {"s1": 2}
+    assert world.generation("s1") == 2
+
+
+def test_driver_that_was_never_written_down_is_given_its_lease(world: World) -> None:
+    world.submit("s1")
+    world.records.claim(world.records.get_sweep("s1"), fruitless=0, epochs_done=0)
+    world.look()
+    assert world.generation("s1") == 1
+    world.expire("s1")
+    world.look()
+    assert world.launcher.alive == {"s1": 2}
+
+
+def test_driver_that_finished_at_the_moment_of_the_look_is_not_restarted(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    stale = world.records.get_sweep("s1")
+    world.finish("s1")
+    world.records.list_sweeps = lambda *states: [stale]  # type: ignore[method-assign]
+    world.launcher.calls.clear()
+    world.look()
+    assert world.launcher.calls == []
+    assert world.records.get_sweep("s1").state == "succeeded"
+
+
+def test_cancelled_queued_sweep_ends_without_a_driver(world: World) -> None:
+    world.submit("s1", "s2")
+    world.look()
+    world.records.ask_to_cancel("s2")
+    world.look()
+    assert world.states() == {"s1": "running", "s2": "cancelled"}
+    assert "launch s2" not in world.launcher.calls
+    cancelled = world.records.get_sweep("s2")
+    assert cancelled.started_at is None
+    assert cancelled.finished_at is not None
+    assert [event["kind"] for event in world.records.list_events("s2")] == [
+        "sweep_submitted",
+        "cancel_requested",
+        "driver_fenced",
+        "sweep_cancelled",
+    ]
+
+
+def open_rows(world: World, name: str) -> StudyLedger:
+    """A ledger that has handed out two trials."""
+    ledger = StudyLedger(
+        spec(), name, world.storage, world.journal(name), CheckpointStore("memory://reconciler")
+    )
+    ledger.next_task()
+    ledger.next_task()
+    return ledger
+
+
+def rows(world: World, name: str) -> list[Any]:
+    return world.storage.get_all_trials(world.storage.get_study_id_from_name(name))
+
+
+def test_cancelled_running_sweep_ends_with_its_driver_and_its_open_rows(world: World) -> None:
+    world.submit("s1", "s2")
+    world.look()
+    open_rows(world, "s1")
+    world.records.ask_to_cancel("s1")
+    world.look()
+    assert world.states()["s1"] == "cancelled"
+    assert world.launcher.alive.get("s1") is None
+    assert [row.state for row in rows(world, "s1")] == [TrialState.FAIL, TrialState.FAIL]
+    assert {row.user_attrs["failure_class"] for row in rows(world, "s1")} == {"cancelled"}
+    world.look()
+    assert world.launcher.alive == {"s2": 1}
+
+
+def test_cancel_goes_on_where_a_dying_controller_left_it(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    world.records.ask_to_cancel("s1")
+    world.records.fence(world.records.get_sweep("s1"))
+    world.look()
+    assert world.states() == {"s1": "cancelled"}
+    assert world.launcher.alive == {}
+
+
+def test_sweep_whose_drivers_keep_dying_is_given_up_with_their_last_words(world: World) -> None:
+    world.submit("s1")
+    world.launcher.log = "ImportError: no module named torch"
+    world.look()
+    open_rows(world, "s1")
+    for _ in range(MOST_FRUITLESS_LAUNCHES):
+        assert world.states() == {"s1": "running"}
+        world.launcher.alive.clear()
+        world.look()
+    record = world.records.get_sweep("s1")
+    assert record.state == "failed"
+    assert world.launcher.calls.count("launch s1") == MOST_FRUITLESS_LAUNCHES
+    assert record.state_reason is not None
+    assert "5 drivers in a row" in record.state_reason
+    assert "no module named torch" in record.state_reason
+    assert {row.user_attrs["failure_class"] for row in rows(world, "s1")} == {"infrastructure"}
+
+
+def test_one_recorded_epoch_is_progress_and_the_count_begins_again(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    for epoch in range(1, 3):
+        for _ in range(MOST_FRUITLESS_LAUNCHES - 1):
+            world.launcher.alive.clear()
+            world.look()
+        world.journal("s1").record_epoch(0, 1, epoch_fields(0, epoch))
+        world.launcher.alive.clear()
+        world.look()
+        assert world.states() == {"s1": "running"}
+        assert world.records.get_sweep("s1").fruitless_launches == 0
+
+
+def test_trouble_with_one_sweep_keeps_no_other_waiting(records: Records) -> None:
+    world = World(records, running_sweeps=3)
+    world.submit("s1", "s2", "s3")
+    world.launcher.broken.add("s1")
+    world.look()
+    assert world.launcher.alive == {"s2": 1, "s3": 1}
+
+
+def test_sweep_whose_driver_cannot_be_started_is_given_up_in_the_end(world: World) -> None:
+    world.submit("s1", "s2")
+    world.launcher.broken.add("s1")
+    for _ in range(MOST_FRUITLESS_LAUNCHES + 1):
+        world.look()
+        world.expire("s1")
+    assert world.states()["s1"] == "failed"
+    world.look()
+    assert world.launcher.alive == {"s2": 1}
+
+
+def test_drivers_go_on_when_the_service_stops(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    world.reconciler.start()
+    world.reconciler.stop(stop_drivers=False)
+    assert world.launcher.alive == {"s1": 1}
+
+
+def test_drivers_stopped_with_the_service_resume_with_the_next_and_are_never_fruitless(
+    records: Records,
+) -> None:
+    records.add_sweep("s1", spec())
+    for generation in range(1, MOST_FRUITLESS_LAUNCHES + 3):
+        world = World(records)
+        world.look()
+        assert world.launcher.alive == {"s1": generation}
+        world.reconciler.start()
+        world.reconciler.stop(stop_drivers=True)
+        assert world.launcher.alive == {}
+        assert world.states() == {"s1": "running"}

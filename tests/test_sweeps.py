@@ -1,0 +1,291 @@
+"""The laws of the controller, over a real database and a store, and drivers that are entries of a dict."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.storages import InMemoryStorage
+
+from service.errors import IllegalMove, InvalidSpec, NoCheckpointYet, SweepNotFound, TrialNotFound
+from service.records import Records, SweepJournal, migrate, open_engine
+from service.sweeps import SweepController
+from tests.fakes import MemoryLauncher, failed, report, reports, spec
+from tests.service_process import write_corpus
+from trials.ledger import Report, StudyLedger, Task
+from trials.spec import SweepSpec
+from trials.store import CheckpointStore, unpack
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Iterator[Records]:
+    engine = open_engine(f"sqlite:///{tmp_path / 'fraternal.db'}")
+    migrate(engine)
+    yield Records(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore((tmp_path / "checkpoints").as_uri())
+
+
+@pytest.fixture
+def controller(records: Records, store: CheckpointStore, tmp_path: Path) -> SweepController:
+    return SweepController(records, InMemoryStorage(), store, MemoryLauncher(cpus=4), tmp_path / "data")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {"path": str(write_corpus(tmp_path_factory.mktemp("corpus"), tokens=300))}
+
+
+@pytest.fixture
+def asked(corpus: dict[str, Any]) -> SweepSpec:
+    return spec(corpus=corpus)
+
+
+def start(controller: SweepController, sweep_id: str, store: CheckpointStore) -> StudyLedger:
+    """What its driver would drive."""
+    records = controller.records
+    generation = records.claim(records.get_sweep(sweep_id), fruitless=0, epochs_done=0)
+    assert generation is not None
+    journal = SweepJournal(records, sweep_id, generation)
+    return StudyLedger(records.get_sweep(sweep_id).spec, sweep_id, controller.storage, journal, store)
+
+
+def take(ledger: StudyLedger) -> Task:
+    task = ledger.next_task()
+    assert task is not None
+    return task
+
+
+def with_loss(said: Report, loss: float) -> Report:
+    assert said.epoch is not None
+    epoch = {**said.epoch, "valid_loss": loss, "raw_valid_loss": loss}
+    return replace(said, epoch=epoch, best_epoch=epoch["epoch"], best_valid_loss=loss)
+
+
+def test_new_sweep_waits_and_has_nothing_yet(controller: SweepController, asked: SweepSpec) -> None:
+    view = controller.create(asked)
+    assert (view.state, view.desired_state) == ("queued", "running")
+    assert view.spec == asked
+    assert view.trials.model_dump() == {"budget": 6, "running": 0, "complete": 0, "pruned": 0, "failed": 0}
+    assert (view.best, view.time_left_s, view.dashboard_url, view.epochs_done) == (None, None, None, 0)
+    assert controller.trials(view.id) == []
+    assert controller.get(view.id) == view
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointers"),
+    [
+        ({"corpus": {"path": "/no/such/folder"}}, ["/corpus/path"]),
+        ({"corpus": {"path": "~/texts"}}, ["/corpus/path"]),
+        ({"resources": {"cpus": 5}}, ["/resources/cpus"]),
+        ({"resources": {"gpus": 0.5}}, ["/resources/gpus"]),
+        (
+            {"corpus": {"path": "/no/such/folder"}, "resources": {"cpus": 5, "gpus": 1}},
+            ["/corpus/path", "/resources/cpus", "/resources/gpus"],
+        ),
+    ],
+    ids=["missing corpus", "somebody's home", "cpus", "gpus", "everything"],
+)
+def test_sweep_that_could_not_run_here_is_refused_and_nothing_is_written(
+    controller: SweepController, corpus: dict[str, Any], changes: dict[str, Any], pointers: list[str]
+) -> None:
+    with pytest.raises(InvalidSpec) as refusal:
+        controller.create(spec(**{"corpus": corpus, **changes}))
+    assert [problem.pointer for problem in refusal.value.problems] == pointers
+    assert controller.list_sweeps() == []
+
+
+def test_corpus_path_is_written_down_absolute(
+    controller: SweepController, corpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(corpus["path"]).parent)
+    view = controller.create(spec(corpus={"path": Path(corpus["path"]).name}))
+    assert view.spec.corpus.model_dump()["path"] == corpus["path"]
+
+
+def test_sweeps_are_listed_newest_first(controller: SweepController, asked: SweepSpec) -> None:
+    ids = [controller.create(asked).id for _ in range(3)]
+    assert [view.id for view in controller.list_sweeps()] == ids[::-1]
+
+
+def test_unknown_sweep_is_not_found_by_any_verb(controller: SweepController) -> None:
+    verbs: list[Callable[[str], Any]] = [
+        controller.get,
+        controller.trials,
+        controller.cancel,
+        controller.best,
+        controller.best_checkpoint,
+        lambda sweep_id: controller.trial(sweep_id, 0),
+    ]
+    for verb in verbs:
+        with pytest.raises(SweepNotFound, match="s-none"):
+            verb("s-none")
+
+
+@pytest.mark.parametrize("number", [-1, 1, 99])
+def test_trial_that_is_not_there_is_not_found(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore, number: int
+) -> None:
+    sweep_id = controller.create(asked).id
+    take(start(controller, sweep_id, store))
+    with pytest.raises(TrialNotFound, match="it has 1 so far"):
+        controller.trial(sweep_id, number)
+
+
+def test_counts_and_curves_follow_the_trials(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore
+) -> None:
+    sweep_id = controller.create(asked).id
+    ledger = start(controller, sweep_id, store)
+    done, broken, running = (take(ledger) for _ in range(3))
+    for said in reports(done):
+        ledger.record(done, said)
+    ledger.record(broken, failed("diverged", "the loss is nan"))
+    ledger.record(running, report(running, 1))
+    view = controller.get(sweep_id)
+    assert view.state == "running"
+    assert view.trials.model_dump() == {"budget": 6, "running": 1, "complete": 1, "pruned": 0, "failed": 1}
+    assert view.epochs_done == 4
+    assert view.dashboard_url == "/dashboard/studies/0"
+    first, second, third = controller.trials(sweep_id)
+    assert [trial.epochs_done for trial in (first, second, third)] == [3, 0, 1]
+    assert second.failure is not None
+    assert (second.failure.failure_class, second.failure.message) == ("diverged", "the loss is nan")
+    assert first.failure is None
+    assert [epoch.epoch for epoch in controller.trial(sweep_id, 0).curve] == [1, 2, 3]
+    assert controller.trial(sweep_id, 0).config["training"]["epochs"] == 3
+    assert (first.draw, first.seed) == (second.draw, second.seed)
+    assert first.draw != third.draw
+
+
+def test_time_left_is_what_the_pace_so_far_makes_of_the_rest(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore
+) -> None:
+    sweep_id = controller.create(asked).id
+    ledger = start(controller, sweep_id, store)
+    assert controller.get(sweep_id).time_left_s is None
+    for _ in range(2):
+        task = take(ledger)
+        for said in reports(task):
+            ledger.record(task, said)
+    first, later = controller.get(sweep_id).time_left_s, controller.get(sweep_id).time_left_s
+    assert first is not None
+    assert later is not None
+    assert 0 < first < later < 60
+    controller.records.finish(sweep_id, 1, "succeeded", None)
+    assert controller.get(sweep_id).time_left_s is None
+
+
+def test_best_is_the_lowest_loss_of_all_but_failed_trials_and_zero_counts(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore
+) -> None:
+    sweep_id = controller.create(asked).id
+    ledger = start(controller, sweep_id, store)
+    with pytest.raises(NoCheckpointYet, match="ask again later"):
+        controller.best(sweep_id)
+    losses = [3.0, 0.0, -1.0]
+    for task, loss in zip([take(ledger) for _ in losses], losses, strict=True):
+        ledger.record(task, with_loss(report(task, 1), loss))
+        if loss < 0:
+            ledger.record(task, failed("diverged"))
+    assert controller.best(sweep_id).number == 1
+    best = controller.get(sweep_id).best
+    assert best is not None
+    assert (best.number, best.best_valid_loss, best.best_valid_perplexity) == (1, 0.0, 1.0)
+
+
+def test_best_checkpoint_is_the_best_trials_and_is_not_disturbed(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore
+) -> None:
+    sweep_id = controller.create(asked).id
+    ledger = start(controller, sweep_id, store)
+    task = take(ledger)
+    sha256 = store.save_best(sweep_id, 0, {"weights": b"good" * 1000})
+    ledger.record(task, report(task, 1))
+    checkpoint = controller.best_checkpoint(sweep_id)
+    store.save_best(sweep_id, 0, {"weights": b"better"})
+    with checkpoint.file as file:
+        content = file.read()
+    assert (checkpoint.sha256, checkpoint.size) == (sha256, len(content))
+    assert unpack(content, "best") == {"weights": b"good" * 1000}
+    assert checkpoint.filename == f"{sweep_id}-t00000-best.tar"
+
+
+def test_checkpoint_that_is_gone_from_the_store_is_said_to_be(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore
+) -> None:
+    sweep_id = controller.create(asked).id
+    ledger = start(controller, sweep_id, store)
+    task = take(ledger)
+    ledger.record(task, report(task, 1))
+    with pytest.raises(NoCheckpointYet, match="trial 0"):
+        controller.best_checkpoint(sweep_id)
+
+
+def test_cancel_is_a_wish_that_may_be_repeated(controller: SweepController, asked: SweepSpec) -> None:
+    sweep_id = controller.create(asked).id
+    for _ in range(2):
+        assert controller.cancel(sweep_id).desired_state == "cancelled"
+    assert controller.get(sweep_id).state == "queued"
+
+
+@pytest.mark.parametrize("state", ["succeeded", "failed", "cancelled"])
+def test_sweep_that_has_ended_cannot_be_cancelled(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore, state: str
+) -> None:
+    sweep_id = controller.create(asked).id
+    start(controller, sweep_id, store)
+    controller.records.finish(sweep_id, 1, state, None)
+    with pytest.raises(IllegalMove, match=state):
+        controller.cancel(sweep_id)
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from numbers_in(each)
+    elif isinstance(value, float):
+        yield value
+
+
+def test_no_view_holds_nan_or_infinity_however_large_the_losses(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore
+) -> None:
+    sweep_id = controller.create(asked).id
+    ledger = start(controller, sweep_id, store)
+    huge, diverged = take(ledger), take(ledger)
+    for epoch in (1, 2, 3):
+        ledger.record(huge, with_loss(report(huge, epoch), 1e300))
+    ledger.record(diverged, with_loss(report(diverged, 1), 1e5))
+    ledger.record(diverged, failed("diverged", "the loss is nan"))
+    views = [
+        controller.get(sweep_id),
+        *controller.list_sweeps(),
+        *controller.trials(sweep_id),
+        *(controller.trial(sweep_id, number) for number in (0, 1)),
+        controller.best(sweep_id),
+    ]
+    for view in views:
+        dumped = view.model_dump()
+        assert all(map(math.isfinite, numbers_in(dumped))), dumped
+        json.dumps(view.model_dump(mode="json"), allow_nan=False)
+    assert controller.best(sweep_id).best_valid_loss == 1e300
+    assert controller.best(sweep_id).best_valid_perplexity is None
+
+
+def test_readiness_names_what_does_not_answer(
+    controller: SweepController, records: Records, tmp_path: Path
+) -> None:
+    assert controller.check_ready() == []
+    broken = Records(open_engine(f"sqlite:///{tmp_path / 'no' / 'folder.db'}"))
+    controller.records = broken
+    assert controller.check_ready() == ["the database does not answer: OperationalError"]
