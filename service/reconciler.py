@@ -2,16 +2,19 @@
 
 import logging
 import threading
+from datetime import datetime, timedelta
 
 from optuna.storages import BaseStorage
 
 from service.launcher import Launcher
-from service.records import Records, SweepRecord
+from service.records import Records, SweepRecord, now
 from trials.ledger import Failure, close_open_trials
 
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
+TIME_TO_END = timedelta(seconds=20)
+"""For a driver, once it has written its sweep's end."""
 MOST_FRUITLESS_LAUNCHES = 5
 """Drivers in a row that died before an epoch was recorded, until a sweep is given up."""
 
@@ -53,10 +56,10 @@ class Reconciler:
                 log.exception("the reconciler could not finish its round")
 
     def reconcile(self) -> None:
-        """One look at every open sweep. What goes wrong with one keeps no other waiting."""
+        """One look at every sweep that is open or has left something: trouble with one delays no other."""
         records = self._records.list_sweeps("running", "queued")
         room = self._running_sweeps - sum(record.state == "running" for record in records)
-        for record in records:
+        for record in [*records, *self._records.list_left_behind()]:
             waits = record.state == "queued" and record.desired_state == "running"
             if waits and room <= 0:
                 continue
@@ -67,10 +70,20 @@ class Reconciler:
                 log.exception("sweep %s could not be brought to what is wished for", record.id)
 
     def _look_at(self, record: SweepRecord) -> None:
-        if record.desired_state == "cancelled":
+        if record.finished_at is not None:
+            self._clean_up(record, record.finished_at)
+        elif record.desired_state == "cancelled":
             self._cancel(record)
         elif record.state == "queued" or self._needs_driver(record):
             self._start_driver(record)
+
+    def _clean_up(self, record: SweepRecord, finished_at: datetime) -> None:
+        """Remove what a driver that has done its work left; one that does not end by itself, too."""
+        alive = record.driver is not None and self._launcher.is_alive(record.driver)
+        if alive and now() - finished_at < TIME_TO_END:
+            return
+        self._launcher.end(record.id)
+        self._records.set_driver(record.id, record.generation, None)
 
     def _needs_driver(self, record: SweepRecord) -> bool:
         if record.driver is None:  # being started, or lost before it was written down

@@ -59,7 +59,7 @@ sweeps = Table(
     Column("generation", Integer, nullable=False, default=0),
     Column("epochs_at_launch", Integer, nullable=False, default=0),
     Column("fruitless_launches", Integer, nullable=False, default=0),
-    Column("driver", JSON),
+    Column("driver", JSON(none_as_null=True)),
     Column("lease_until", DateTime),
     Column("created_at", DateTime, nullable=False),
     Column("started_at", DateTime),
@@ -157,6 +157,12 @@ class Records:
         with self.engine.connect() as connection:
             return [_record(row) for row in connection.execute(query).mappings()]
 
+    def list_left_behind(self) -> list[SweepRecord]:
+        """Sweeps that have ended, but whose drivers nobody has cleaned up after."""
+        left = sweeps.c.state.not_in(("queued", "running")) & sweeps.c.driver.is_not(None)
+        with self.engine.connect() as connection:
+            return [_record(row) for row in connection.execute(select(sweeps).where(left)).mappings()]
+
     def ask_to_cancel(self, sweep_id: str) -> bool:
         """Wish for a sweep's end; False if it has ended by itself."""
         running = (sweeps.c.id == sweep_id) & sweeps.c.state.in_(("queued", "running"))
@@ -201,7 +207,7 @@ class Records:
         values = {"state": state, "state_reason": reason, "finished_at": _naive(now()), "lease_until": None}
         return self._move(sweep_id, generation, f"sweep_{state}", values)
 
-    def set_driver(self, sweep_id: str, generation: int, driver: dict[str, Any]) -> None:
+    def set_driver(self, sweep_id: str, generation: int, driver: dict[str, Any] | None) -> None:
         current = (sweeps.c.id == sweep_id) & (sweeps.c.generation == generation)
         with self.engine.begin() as connection:
             connection.execute(update(sweeps).where(current).values(driver=driver))

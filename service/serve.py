@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,12 +40,18 @@ class _PatientServer(uvicorn.Server):
 def serve_until_stopped(**given: Any) -> None:
     """Serve until SIGINT (exit code 130), SIGTERM or SIGHUP (0). Raises CommandFailed if it cannot start."""
     settings = _settings(**given)
+    os.environ["TZ"] = "UTC"  # Optuna stamps trials with naive local time
+    time.tzset()
     with _sole_user_of(settings.data_dir), _listening(settings) as listener:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         try:
             application = create_app(settings, LocalLauncher(settings))
         except SQLAlchemyError as error:
             raise CommandFailed(f"the database cannot be used: {str(error).splitlines()[0]}") from error
+        except ModuleNotFoundError as error:
+            raise CommandFailed(
+                f"this database needs {error.name}; for PostgreSQL: pip install 'fraternal[postgres]'"
+            ) from error
         server = _PatientServer(
             uvicorn.Config(
                 application,

@@ -10,7 +10,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 from sqlalchemy import update
 
-from service.reconciler import MOST_FRUITLESS_LAUNCHES, Reconciler
+from service.reconciler import MOST_FRUITLESS_LAUNCHES, TIME_TO_END, Reconciler
 from service.records import Records, SweepJournal, _naive, migrate, now, open_engine, sweeps
 from tests.fakes import MemoryLauncher, epoch_fields, spec
 from trials.ledger import StudyLedger
@@ -142,8 +142,32 @@ def test_driver_that_finished_at_the_moment_of_the_look_is_not_restarted(world: 
     world.records.list_sweeps = lambda *states: [stale]  # type: ignore[method-assign]
     world.launcher.calls.clear()
     world.look()
-    assert world.launcher.calls == []
+    assert "launch s1" not in world.launcher.calls
     assert world.records.get_sweep("s1").state == "succeeded"
+
+
+def test_finished_driver_is_cleaned_up_after_once_it_is_gone_and_only_once(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    world.records.finish("s1", 1, "succeeded", None)
+    world.launcher.calls.clear()
+    world.look()
+    assert world.launcher.calls == [], "it is given time to end by itself"
+    del world.launcher.alive["s1"]
+    for _ in range(3):
+        world.look()
+    assert world.launcher.calls == ["end s1"]
+
+
+def test_finished_driver_that_does_not_end_is_ended(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    world.records.finish("s1", 1, "succeeded", None)
+    with world.records.engine.begin() as connection:
+        long_ago = _naive(now() - TIME_TO_END)
+        connection.execute(update(sweeps).values(finished_at=long_ago))
+    world.look()
+    assert world.launcher.alive == {}
 
 
 def test_cancelled_queued_sweep_ends_without_a_driver(world: World) -> None:
