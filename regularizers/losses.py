@@ -3,15 +3,13 @@
 T time steps, B batch, V vocabulary, H width of the last layer's output.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from regularizers.config import Regularization
-from regularizers.head import cross_entropy, mean_square, mean_square_difference
+from regularizers.head import head_losses
 
 
 class Pass(Protocol):
@@ -37,14 +35,14 @@ class LossParts:
     """Scalars of one window: total = target + kappa * penalty + alpha * ar + beta * tar.
 
     The parts are not scaled by their factors: they can be compared between trials, and exist where a factor
-    is zero. Cross-entropies are in nats per token.
+    is zero. Cross-entropies are in nats per token. Target and penalty have no gradient but the total's.
     """
 
     total: Tensor
     """What is optimised."""
     target: Tensor
     first_target: Tensor
-    """Cross-entropy of the first pass, detached: what is reported as train_loss."""
+    """Cross-entropy of the first pass: what is reported as train_loss."""
     penalty: Tensor
     ar: Tensor
     tar: Tensor
@@ -58,39 +56,23 @@ def loss_parts(
     Means over T, B and V, not the sums of Zolna et al. 2018, eq. 1: the paper's kappa refers to means.
     AR and TAR (Merity et al. 2017, §4.6) look at the first pass only.
     """
-    hidden = [each.dropped_TBH.flatten(0, 1) for each in (first, second) if each is not None]
-    judged = hidden if regularization.declaration.target == "mean" else hidden[:1]
-    cross_entropies = [
-        cross_entropy(hidden_NH, decoder.decoder_VH, decoder.decoder_bias, targets_TB.flatten())
-        for hidden_NH in judged
-    ]
-    target = torch.stack(cross_entropies).mean()
-    penalty = _penalty(regularization, hidden, decoder)
+    declaration = regularization.declaration
+    losses = head_losses(
+        [each.dropped_TBH.flatten(0, 1) for each in (first, second) if each is not None],
+        decoder.decoder_VH,
+        decoder.decoder_bias,
+        targets_TB.flatten(),
+        target=declaration.target,
+        penalty=declaration.penalty,
+        kappa=regularization.effective_kappa,
+        second_gradient=regularization.second_pass_has_gradient,
+    )
     ar, tar = first.dropped_TBH.square().mean(), _temporal_activation(first.raw_TBH)
-    total = target
-    for factor, part in (
-        (regularization.effective_kappa, penalty),
-        (regularization.alpha, ar),
-        (regularization.beta, tar),
-    ):
+    total = losses.total
+    for factor, part in ((regularization.alpha, ar), (regularization.beta, tar)):
         if factor:
             total = total + factor * part
-    return LossParts(total, target, cross_entropies[0].detach(), penalty, ar, tar)
-
-
-def _penalty(regularization: Regularization, hidden: Sequence[Tensor], decoder: Decoder) -> Tensor:
-    """What is declared to be made of the logits of the passes, whose dropped outputs are `hidden`."""
-    weights = decoder.decoder_VH, decoder.decoder_bias
-    match regularization.declaration.penalty:
-        case "none":
-            return hidden[0].new_zeros(())
-        case "norm":
-            return mean_square(hidden[0], *weights)
-        case "difference":
-            first_NH, second_NH = hidden
-            return mean_square_difference(
-                first_NH, second_NH, *weights, second_gradient=regularization.second_pass_has_gradient
-            )
+    return LossParts(total, losses.target, losses.first_target, losses.penalty, ar, tar)
 
 
 def _temporal_activation(raw_TBH: Tensor) -> Tensor:

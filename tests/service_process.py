@@ -179,10 +179,15 @@ def find_process(sweep_id: str, words: str) -> psutil.Process | None:
 
 def kill_process(sweep_id: str, words: str) -> None:
     """kill -9 a process of a sweep, once there is one with these words in its command line."""
-    wait_until(lambda: find_process(sweep_id, words) is not None, f"{words!r} runs for sweep {sweep_id}")
-    process = find_process(sweep_id, words)
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
+    found: list[psutil.Process] = []
+
+    def find() -> bool:
+        process = find_process(sweep_id, words)
+        found.extend([process] if process is not None else [])
+        return bool(found)
+
+    wait_until(find, f"{words!r} runs for sweep {sweep_id}")
+    os.kill(found[0].pid, signal.SIGKILL)
 
 
 def wait_until(is_so: Callable[[], bool], what: str, describe: Callable[[], str] = str) -> None:

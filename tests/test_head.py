@@ -3,6 +3,7 @@
 N=300, H=7, V=11: a different size on every axis; more rows than are taken at once, and no multiple of them.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,59 +14,62 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from regularizers.head import (
-    FEWEST_ROWS_AT_ONCE,
-    cross_entropy,
-    mean_square,
-    mean_square_difference,
-)
+from regularizers.head import FEWEST_ROWS, WIDEST_GRAM, HeadLosses, head_losses, mean_square_difference
+from regularizers.table import REGULARIZERS
 
 N, H, V = 300, 7, 11
-HEADS = ("cross_entropy", "mean_square", "difference", "difference_of_a_constant")
-EVERY = pytest.mark.parametrize("name", HEADS)
+WIDE = max(FEWEST_ROWS, WIDEST_GRAM) + 9
+NAMES = [*sorted(REGULARIZERS), "expectation_linear, gradient flowing"]
+EVERY = pytest.mark.parametrize("name", NAMES)
+EACH_WAY = pytest.mark.parametrize("width", [H, WIDE])
 
 
 class Case:
-    """Hidden vectors of two passes, a decoder with a bias, and targets; the first four take gradients."""
+    """Hidden vectors of two passes, a decoder with a bias, targets; all but the targets take gradients."""
 
-    def __init__(self, n: int = N, width: int = H, size: int = V, device: str = "cpu") -> None:
-        def normal(*shape: int) -> Tensor:
-            drawn = torch.empty(shape, dtype=torch.float64).normal_(generator=generator)
-            return drawn.to(device).requires_grad_()
-
+    def __init__(
+        self, tokens: int = N, width: int = H, size: int = V, dtype: torch.dtype = torch.float64
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.inputs = (normal(n, width), normal(n, width), normal(size, width), normal(size))
-        self.targets_N = torch.randint(size, (n,), generator=generator).to(device)
+        shapes = [(tokens, width), (tokens, width), (size, width), (size,)]
+        drawn = [torch.empty(shape, dtype=torch.float64).normal_(generator=generator) for shape in shapes]
+        self.inputs = [x.to(dtype).requires_grad_() for x in drawn]
+        self.targets_N = torch.randint(size, (tokens,), generator=generator)
 
-    def cast(self, dtype: torch.dtype) -> "Case":
-        self.inputs = tuple(x.detach().to(dtype).requires_grad_() for x in self.inputs)  # type: ignore[assignment]
+    def to(self, device: str) -> "Case":
+        self.inputs = [x.detach().to(device).requires_grad_() for x in self.inputs]
+        self.targets_N = self.targets_N.to(device)
         return self
 
-    def head(self, name: str) -> Tensor:
+    def head(self, name: str, kappa: float = 0.3) -> HeadLosses:
         first_NH, second_NH, decoder_VH, bias_V = self.inputs
-        heads: dict[str, Callable[[], Tensor]] = {
-            "cross_entropy": lambda: cross_entropy(first_NH, decoder_VH, bias_V, self.targets_N),
-            "mean_square": lambda: mean_square(first_NH, decoder_VH, bias_V),
-            "difference": lambda: mean_square_difference(
-                first_NH, second_NH, decoder_VH, bias_V, second_gradient=True
-            ),
-            "difference_of_a_constant": lambda: mean_square_difference(
-                first_NH, second_NH, decoder_VH, bias_V, second_gradient=False
-            ),
-        }
-        return heads[name]()
+        row = REGULARIZERS[name.split(",")[0]]
+        return head_losses(
+            [first_NH] if row.second_pass == "none" else [first_NH, second_NH],
+            decoder_VH,
+            bias_V,
+            self.targets_N,
+            target=row.target,
+            penalty=row.penalty,
+            kappa=kappa,
+            second_gradient=row.second_gradient or "flowing" in name,
+        )
 
-    def whole(self, name: str) -> Tensor:
-        """The same from the whole logits, by autograd."""
+    def whole(self, name: str, kappa: float = 0.3) -> Tensor:
+        """The total from the whole logits, by autograd."""
         first_NH, second_NH, decoder_VH, bias_V = self.inputs
-        l1_NV, l2_NV = (hidden_NH @ decoder_VH.t() + bias_V for hidden_NH in (first_NH, second_NH))
-        wholes: dict[str, Callable[[], Tensor]] = {
-            "cross_entropy": lambda: F.cross_entropy(l1_NV, self.targets_N),
-            "mean_square": lambda: (l1_NV**2).mean(),
-            "difference": lambda: ((l1_NV - l2_NV) ** 2).mean(),
-            "difference_of_a_constant": lambda: ((l1_NV - l2_NV.detach()) ** 2).mean(),
+        l1, l2 = (hidden_NH @ decoder_VH.t() + bias_V for hidden_NH in (first_NH, second_NH))
+        one, other = (F.cross_entropy(logits_NV, self.targets_N) for logits_NV in (l1, l2))
+        totals: dict[str, Callable[[], Tensor]] = {
+            "none": lambda: one,
+            "fraternal": lambda: (one + other) / 2 + kappa * ((l1 - l2) ** 2).mean(),
+            "expectation_linear": lambda: one + kappa * ((l1 - l2.detach()) ** 2).mean(),
+            "expectation_linear, gradient flowing": lambda: one + kappa * ((l1 - l2) ** 2).mean(),
+            "expectation_linear_both": lambda: (one + other) / 2 + kappa * ((l1 - l2) ** 2).mean(),
+            "pi_model": lambda: one + kappa * ((l1 - l2) ** 2).mean(),
+            "prediction_norm": lambda: one + kappa * (l1**2).mean(),
         }
-        return wholes[name]()
+        return totals[name]()
 
     def gradients(self, loss: Tensor, keep: bool = False) -> list[Tensor]:
         return list(
@@ -79,43 +83,60 @@ def assert_close_in_norm(one: Tensor, other: Tensor, tolerance: float) -> None:
     assert (one - other).norm().item() <= tolerance * other.norm().item()
 
 
-DEVICES = pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
-        ),
-    ],
-)
-
-
-@DEVICES
 @EVERY
-@pytest.mark.parametrize(
-    ("n", "width"),
-    [(N, H), (2 * FEWEST_ROWS_AT_ONCE, H), (1, H), (FEWEST_ROWS_AT_ONCE + 50, FEWEST_ROWS_AT_ONCE + 9)],
-)
-def test_value_and_gradients_are_those_of_the_whole_logits(
-    name: str, n: int, width: int, device: str
+@EACH_WAY
+@pytest.mark.parametrize("kappa", [0.3, 0])
+@pytest.mark.parametrize("tokens", [N, 2 * FEWEST_ROWS, 1])
+def test_total_and_gradients_are_those_of_the_whole_logits(
+    name: str, width: int, kappa: float, tokens: int
 ) -> None:
-    case = Case(n, width, device=device)
-    value, whole = case.head(name), case.whole(name)
-    assert_close_in_norm(value, whole, 1e-12)
-    for gradient, expected in zip(case.gradients(0.3 * value), case.gradients(0.3 * whole), strict=True):
+    case = Case(tokens, width)
+    total, whole = case.head(name, kappa).total, case.whole(name, kappa)
+    assert_close_in_norm(total, whole, 1e-12)
+    for gradient, expected in zip(case.gradients(0.7 * total), case.gradients(0.7 * whole), strict=True):
         assert_close_in_norm(gradient, expected, 1e-10)
 
 
-@DEVICES
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_total_and_gradients_are_the_same_on_a_gpu() -> None:
+    for name, width in itertools.product(NAMES, (H, WIDE)):
+        case = Case(width=width).to("cuda")
+        total, whole = case.head(name).total, case.whole(name)
+        for gradient, expected in zip(case.gradients(total), case.gradients(whole), strict=True):
+            assert_close_in_norm(gradient, expected, 1e-10)
+
+
 @EVERY
-def test_single_precision_is_as_close_as_its_digits_allow(name: str, device: str) -> None:
-    exact, case = Case(device=device), Case(device=device).cast(torch.float32)
-    value, whole = case.head(name), exact.whole(name)
-    assert value.dtype == torch.float32
-    assert_close_in_norm(value.double(), whole, 1e-6)
-    for gradient, expected in zip(case.gradients(value), exact.gradients(whole), strict=True):
+@EACH_WAY
+def test_single_precision_is_as_close_as_its_digits_allow(name: str, width: int) -> None:
+    exact, case = Case(width=width), Case(width=width, dtype=torch.float32)
+    total, whole = case.head(name).total, exact.whole(name)
+    assert total.dtype == torch.float32
+    assert_close_in_norm(total.double(), whole, 1e-6)
+    for gradient, expected in zip(case.gradients(total), exact.gradients(whole), strict=True):
         assert_close_in_norm(gradient.double(), expected, 1e-5)
+
+
+@EVERY
+@EACH_WAY
+def test_parts_add_up_to_the_total_which_alone_has_a_gradient(name: str, width: int) -> None:
+    losses = Case(width=width).head(name)
+    torch.testing.assert_close(losses.total, losses.target + 0.3 * losses.penalty)
+    parts = (losses.total, losses.target, losses.first_target, losses.penalty)
+    assert [part.requires_grad for part in parts] == [True, False, False, False]
+
+
+@EVERY
+@EACH_WAY
+def test_first_target_is_the_same_bit_for_bit_whatever_else_is_made(name: str, width: int) -> None:
+    case = Case(width=width)
+    assert case.head(name).first_target.item() == case.head("none").total.item()
+
+
+def test_a_penalty_is_the_same_by_either_way() -> None:
+    case = Case(width=WIDE)
+    by_chunks, by_gram = case.head("fraternal").penalty, case.head("pi_model").penalty
+    torch.testing.assert_close(by_chunks, by_gram, rtol=1e-13, atol=0)
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -132,49 +153,52 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @EVERY
-def test_no_more_logits_exist_at_once_than_those_of_one_chunk(name: str) -> None:
-    size = 97
-    case = Case(n=1000, size=size)
+@EACH_WAY
+def test_no_more_logits_exist_at_once_than_those_of_one_chunk(name: str, width: int) -> None:
+    case = Case(tokens=1000, width=width, size=409)
     with LargestTensor() as largest:  # type: ignore[no-untyped-call]
-        case.gradients(case.head(name))
-    assert largest.elements <= max(FEWEST_ROWS_AT_ONCE * size, 1000 * (H + 1))
+        case.gradients(case.head(name).total)
+    assert largest.elements <= max(max(FEWEST_ROWS, width) * 409, 1000 * width)
     with LargestTensor() as largest:  # type: ignore[no-untyped-call]
         case.gradients(case.whole(name))
-    assert largest.elements == 1000 * size
+    assert largest.elements == 1000 * 409
 
 
 def test_a_loss_is_finite_where_the_targets_probability_is_too_small_for_a_float() -> None:
     bias_V = torch.tensor([300.0, 100.0, 0.0])
-    loss = cross_entropy(torch.zeros(2, H), torch.zeros(3, H), bias_V, torch.tensor([1, 2]))
-    assert loss.item() == 250
+    zeros, targets_N = [torch.zeros(2, H)], torch.tensor([1, 2])
+    losses = head_losses(zeros, torch.zeros(3, H), bias_V, targets_N, target="first", penalty="none", kappa=0)
+    assert losses.target.item() == 250
 
 
-def test_passes_that_agree_differ_by_exactly_zero() -> None:
-    hidden_NH, _, decoder_VH, bias_V = Case().inputs
-    for second_gradient in (True, False):
-        difference = mean_square_difference(
-            hidden_NH, hidden_NH.clone(), decoder_VH, bias_V, second_gradient=second_gradient
-        )
-        assert difference.item() == 0
-        assert not any(g.any() for g in torch.autograd.grad(difference, (hidden_NH, decoder_VH)))
+@pytest.mark.parametrize("name", ["fraternal", "expectation_linear", "pi_model"])
+@EACH_WAY
+def test_passes_that_agree_differ_by_exactly_zero(name: str, width: int) -> None:
+    case = Case(width=width)
+    case.inputs[1] = case.inputs[0].detach().clone().requires_grad_()
+    assert case.head(name).penalty.item() == 0
 
 
 def test_a_constant_second_pass_gets_no_gradient_and_changes_the_decoders() -> None:
     case = Case()
-    flowing, constant = (case.gradients(case.head(name)) for name in HEADS[2:])
+    flowing, constant = (
+        case.gradients(mean_square_difference(*case.inputs, second_gradient=second_gradient))
+        for second_gradient in (True, False)
+    )
     assert torch.equal(flowing[0], constant[0])
     assert torch.equal(flowing[1], -flowing[0])
     assert not constant[1].any()
-    assert not flowing[3].any()
     assert not torch.allclose(flowing[2], constant[2])
+    assert not flowing[3].any()
     assert constant[3].all()
 
 
 @EVERY
-def test_gradients_are_the_same_when_asked_for_twice(name: str) -> None:
-    case = Case()
-    value = case.head(name)
-    once, again = case.gradients(value, keep=True), case.gradients(value)
+@EACH_WAY
+def test_gradients_are_the_same_when_asked_for_twice(name: str, width: int) -> None:
+    case = Case(width=width)
+    total = case.head(name).total
+    once, again = case.gradients(0.5 * total, keep=True), case.gradients(0.5 * total)
     assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
 
 
@@ -182,37 +206,41 @@ def test_gradients_are_the_same_when_asked_for_twice(name: str) -> None:
 def test_a_tied_decoder_adds_up_what_both_of_its_uses_give(name: str) -> None:
     case = Case()
     first_NH, second_NH, table_VH, bias_V = case.inputs
-    case.inputs = (
-        first_NH * table_VH[case.targets_N],
-        second_NH * table_VH[case.targets_N],
-        table_VH,
-        bias_V,
-    )
-    head, whole = case.head(name), case.whole(name)
-    (gradient,), (expected,) = (
-        torch.autograd.grad(loss, table_VH, retain_graph=True) for loss in (head, whole)
-    )
+    words_NH = table_VH[case.targets_N]
+    case.inputs = [first_NH * words_NH, second_NH * words_NH, table_VH, bias_V]
+    (gradient,) = torch.autograd.grad(case.head(name).total, table_VH, retain_graph=True)
+    (expected,) = torch.autograd.grad(case.whole(name), table_VH)
     assert_close_in_norm(gradient, expected, 1e-10)
 
 
 @EVERY
-def test_gradients_are_made_only_if_someone_can_ask_for_them(name: str) -> None:
-    case, frozen = Case(), Case()
+@EACH_WAY
+def test_gradients_are_made_only_if_someone_can_ask_for_them(name: str, width: int) -> None:
+    case, frozen = Case(width=width), Case(width=width)
     for x in frozen.inputs:
         x.requires_grad_(False)
     with FlopCounterMode(display=False) as asked:
-        value = case.head(name)
+        total = case.head(name).total
     with torch.no_grad(), FlopCounterMode(display=False) as without:
-        assert torch.equal(case.head(name), value)
+        assert torch.equal(case.head(name).total, total)
     with FlopCounterMode(display=False) as never:
-        assert torch.equal(frozen.head(name), value)
+        assert torch.equal(frozen.head(name).total, total)
     assert never.get_total_flops() == without.get_total_flops() < asked.get_total_flops()
 
 
+@pytest.mark.parametrize("second_gradient", [True, False])
+def test_a_difference_without_gradients_makes_one_wide_product_and_not_two(second_gradient: bool) -> None:
+    case = Case(tokens=1, size=409)
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        mean_square_difference(*case.inputs, second_gradient=second_gradient)
+    assert 2 * 409 * H * H <= counted.get_total_flops() < 2 * (2 * 409 * H * H)
+
+
 @EVERY
-def test_a_gradient_of_the_gradient_is_refused(name: str) -> None:
-    case = Case()
+@EACH_WAY
+def test_a_gradient_of_the_gradient_is_refused(name: str, width: int) -> None:
+    case = Case(width=width)
     with pytest.raises(
         RuntimeError, match=r"create_graph asks for the gradient of a gradient, .* leave it out"
     ):
-        torch.autograd.grad(case.head(name), case.inputs[0], create_graph=True)
+        torch.autograd.grad(case.head(name).total, case.inputs[0], create_graph=True)

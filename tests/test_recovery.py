@@ -62,8 +62,11 @@ def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
 
 
 def assert_nothing_left(sweep_id: str) -> None:
-    wait_until(lambda: not marked_processes(sweep_id), f"no process of sweep {sweep_id} is left")
-    assert not (Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}").exists()
+    scratch = Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
+    wait_until(
+        lambda: not marked_processes(sweep_id) and not scratch.exists(),
+        f"neither a process nor a folder of sweep {sweep_id} is left",
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,7 @@ def test_sweep_ends_as_if_nothing_had_been_killed(
     assert_exactly_the_budget(service, sweep_id)
     assert {trial["attempt"] for trial in service.trials(sweep_id)} == attempts
     assert checkpoints(service, sweep_id) == undisturbed
+    assert_nothing_left(sweep_id)
 
 
 def test_sweep_goes_on_and_ends_without_the_api(

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ V = 11
 MODEL = AWDLSTMConfig(embedding_size=8, hidden_size=6, layers=2, embed_p=0.1, input_p=0.2, output_p=0.2)
 KEPT = replace(MODEL, embed_p=0, input_p=0, hidden_p=0, output_p=0, weight_p=0)
 CONFIG = TrainingConfig(epochs=4, batch_size=3, bptt=7, lr=5.0, averaging="none")
-SWITCHING = replace(CONFIG, lr=30.0, clip=1.0, averaging="nt-asgd", non_monotone_interval=0)
+SWITCHING = replace(CONFIG, lr=15.0, clip=1.0, averaging="nt-asgd", non_monotone_interval=0)
 
 
 def text(length: int, seed: int) -> Ids:
@@ -56,6 +56,11 @@ def build(
     train: Ids = TRAIN,
 ) -> Training:
     return Training(model, training, regularization or Regularization("fraternal"), V, train, VALID, seed)
+
+
+def build_switching(epochs: int = 6, averaging: Literal["nt-asgd", "none"] = "nt-asgd") -> Training:
+    """Its validation loss rises by 0.8 nats in the fourth epoch: no rounding moves the switch after it."""
+    return build(replace(SWITCHING, epochs=epochs, averaging=averaging), seed=5)
 
 
 def untimed(results: tuple[EpochResult, ...]) -> list[dict[str, Any]]:
@@ -266,7 +271,7 @@ def test_evaluation_leaves_no_trace(model: AWDLSTM) -> None:
 
 
 def test_after_the_switch_both_losses_are_recorded_and_the_average_is_what_is_used() -> None:
-    training = build(replace(SWITCHING, epochs=6))
+    training = build_switching()
     used = AWDLSTM(MODEL, V, torch.Generator())
     for result in training.epochs():
         used.load_state_dict(training.weights_to_use())
@@ -310,12 +315,12 @@ def test_frozen_parameters_stay_as_they_are_across_the_switch() -> None:
 
 
 def test_without_averaging_there_is_no_switch() -> None:
-    training = build(replace(SWITCHING, averaging="none", epochs=6))
+    training = build_switching(averaging="none")
     assert not any(result.averaged for result in training.epochs())
 
 
 def test_best_is_every_epoch_below_all_earlier_ones() -> None:
-    results = list(build(replace(SWITCHING, averaging="none", epochs=5)).epochs())
+    results = list(build_switching(epochs=5, averaging="none").epochs())
     losses = [result.valid_loss for result in results]
     assert [result.is_best for result in results] == [
         all(loss < earlier for earlier in losses[:epoch]) for epoch, loss in enumerate(losses)
@@ -348,7 +353,7 @@ Undisturbed = tuple[Training, dict[int, tuple[dict[str, Tensor], dict[str, Any]]
 @pytest.fixture(scope="module")
 def undisturbed() -> Undisturbed:
     """Six epochs, averaging from somewhere in between, and the state after each."""
-    training = build(replace(SWITCHING, epochs=6))
+    training = build_switching()
     states = {result.epoch: training.state() for result in training.epochs()}
     assert not training.history[1].averaged
     assert training.history[4].averaged
@@ -361,7 +366,7 @@ def test_training_that_goes_on_equals_training_that_never_stopped(
 ) -> None:
     """From before, at and after the switch. The later epochs have not moved what `state` gave earlier."""
     whole, states = undisturbed
-    resumed = build(replace(SWITCHING, epochs=6))
+    resumed = build_switching()
     resumed.load_state(*saved_and_read(states[epochs_before]))
     assert len(list(resumed.epochs())) == 6 - epochs_before
     assert untimed(resumed.history) == untimed(whole.history)
@@ -371,7 +376,7 @@ def test_training_that_goes_on_equals_training_that_never_stopped(
 
 def test_a_training_that_has_switched_can_go_back_to_before_the_switch(undisturbed: Undisturbed) -> None:
     whole, states = undisturbed
-    training = build(replace(SWITCHING, epochs=6))
+    training = build_switching()
     training.load_state(*states[6])
     training.load_state(*states[1])
     list(training.epochs())
@@ -397,6 +402,13 @@ def test_a_diverging_trial_ends_within_the_epoch_and_yields_nothing_of_it() -> N
         list(training.epochs())
     assert training.history == ()
     assert training.state()[1]["steps"] == STEPS_BETWEEN_CHECKS
+
+
+@pytest.mark.parametrize("regularizer", ["fraternal", "expectation_linear"])
+def test_a_loss_beyond_all_sense_is_divergence_though_clipping_keeps_it_finite(regularizer: str) -> None:
+    training = build(CONFIG, regularization=Regularization(regularizer=regularizer, kappa=1e12))
+    with pytest.raises(Diverged, match=r"the loss is [\d.]+ at step 1 of epoch 1"):
+        list(training.epochs())
 
 
 def test_weights_spoilt_by_the_last_step_are_found_by_validation() -> None:

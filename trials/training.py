@@ -36,6 +36,9 @@ INITIAL_WEIGHTS, WINDOWS, MASKS = range(3)
 STEPS_BETWEEN_CHECKS = 50
 """A diverged loss is noticed after at most so many steps: each check waits for the device."""
 
+DIVERGED_ABOVE = 1e6
+"""Nats per token. A uniform guess costs log V, some 10: a loss so far above it trains nothing, finite or not."""
+
 EVALUATION_WINDOW = 128
 """Time steps evaluated at once: enough for efficient matrix products, few enough to stay in a cache."""
 
@@ -44,7 +47,7 @@ MEASURED = ("optimised", "train_loss", "penalty", "ar", "tar", "gradient_norm")
 
 
 class Diverged(Exception):
-    """The loss is not finite. The weights are spoilt: go on from an earlier state, or not at all."""
+    """The loss is not finite, or beyond all sense. Go on from an earlier state, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -271,18 +274,18 @@ class Training:
 
     def _validate(self, epoch: int, model: AWDLSTM) -> float:
         loss = evaluate(model, self._valid_ids)
-        if not math.isfinite(loss):
+        if not loss <= DIVERGED_ABOVE:
             raise Diverged(f"the validation loss is {loss} after step {self._steps} of epoch {epoch}")
         return loss
 
 
 def _finite_rows(epoch: int, measured: Iterator[Tensor]) -> Iterator[list[float]]:
-    """The rows as numbers, fetched from the device by blocks. Raises Diverged at a non-finite loss."""
+    """The rows as numbers, fetched from the device by blocks. Raises Diverged at a loss without sense."""
     step = 0
     while block := list(itertools.islice(measured, STEPS_BETWEEN_CHECKS)):
         for row in torch.stack(block).tolist():
             step += 1
-            if not math.isfinite(row[0]):
+            if not row[0] <= DIVERGED_ABOVE:  # NaN, too
                 raise Diverged(f"the loss is {row[0]} at step {step} of epoch {epoch}")
             yield row
 
