@@ -2,5 +2,5 @@
 
 import os
 
-# Before torch is loaded: two OpenMP threads that meet on a core, as a test's and a driver's do, cost up to ten times.
+# Before torch is loaded: OpenMP threads that meet on a core, a test's and a driver's, cost up to ten times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

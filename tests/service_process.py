@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +149,9 @@ def running_service(data_dir: Path) -> Iterator[ServiceProcess]:
         service.stop()
         service.close()
         for process in marked_processes():
-            if str(data_dir) in process.environ().get("FRATERNAL_DATA_DIR", ""):
-                process.kill()
+            with suppress(psutil.NoSuchProcess):  # it may be dying anyway
+                if process.environ()["FRATERNAL_DATA_DIR"] == str(data_dir.resolve()):
+                    process.kill()
 
 
 def marked_processes(sweep_id: str | None = None) -> list[psutil.Process]:

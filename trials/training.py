@@ -37,7 +37,7 @@ STEPS_BETWEEN_CHECKS = 50
 """A diverged loss is noticed after at most so many steps: each check waits for the device."""
 
 DIVERGED_ABOVE = 1e6
-"""Nats per token. A uniform guess costs log V, some 10: a loss so far above it trains nothing, finite or not."""
+"""Nats per token. A uniform guess costs log V, some 10: so far above it nothing is learned, finite or not."""
 
 EVALUATION_WINDOW = 128
 """Time steps evaluated at once: enough for efficient matrix products, few enough to stay in a cache."""
