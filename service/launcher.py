@@ -114,7 +114,9 @@ class LocalLauncher:
             return False
 
     def end(self, sweep_id: str) -> None:
-        while left := _marked_processes(sweep_id):  # again: a dying process may still have started another
+        while left := marked_processes(
+            MARK, sweep_id
+        ):  # again: a dying process may still have started another
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -140,14 +142,13 @@ def _scratch(sweep_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
 
 
-def _marked_processes(sweep_id: str) -> list[psutil.Process]:
+def marked_processes(mark: str, value: str) -> list[psutil.Process]:
+    """Live processes that have this environment variable, from whatever they descend."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == sweep_id and process.status() != psutil.STATUS_ZOMBIE:
+        with contextlib.suppress(psutil.Error):  # gone, or somebody else's
+            if process.environ().get(mark) == value and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except psutil.Error:  # gone, or somebody else's
-            continue
     return found
 
 

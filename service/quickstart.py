@@ -23,6 +23,7 @@ from rich.console import Console
 
 from service.client import ClientError, FraternalClient
 from service.errors import CommandFailed
+from service.launcher import marked_processes
 from service.progress import duration, follow
 from service.report import build_report, to_rich
 from service.schemas import TERMINAL_STATES, SweepDetail
@@ -122,21 +123,12 @@ def _stop(process: subprocess.Popen[bytes], token: str) -> None:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(SECONDS_TO_STOP)
-    while left := _marked(token):
+    while left := marked_processes(MARK, token):
         for survivor in left:
             with suppress(psutil.NoSuchProcess):
                 survivor.kill()
         psutil.wait_procs(left, timeout=1)
     process.wait()
-
-
-def _marked(token: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == token:
-                found.append(process)
-    return found
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import psutil
 
-from service.launcher import MARK
+from service.launcher import MARK, marked_processes
 
 PATIENCE_S = 120
 
@@ -148,28 +148,14 @@ def running_service(data_dir: Path) -> Iterator[ServiceProcess]:
     finally:
         service.stop()
         service.close()
-        for process in marked_processes():
+        for process in marked_processes("FRATERNAL_DATA_DIR", str(data_dir.resolve())):
             with suppress(psutil.NoSuchProcess):  # it may be dying anyway
-                if process.environ()["FRATERNAL_DATA_DIR"] == str(data_dir.resolve()):
-                    process.kill()
-
-
-def marked_processes(sweep_id: str | None = None) -> list[psutil.Process]:
-    """Live drivers, and what they started, of one sweep or of all."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            mark = process.environ().get(MARK)
-            if mark is not None and sweep_id in (None, mark) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+                process.kill()
 
 
 def find_process(sweep_id: str, words: str) -> psutil.Process | None:
     """A live process of a sweep whose command line has these words."""
-    for process in marked_processes(sweep_id):
+    for process in marked_processes(MARK, sweep_id):
         try:
             if words in " ".join(process.cmdline()):
                 return process

@@ -21,9 +21,10 @@ from typer.testing import CliRunner, Result
 
 from service.cli import app, parse_corpus, with_overrides
 from service.client import ApiError, CorruptDownload, FraternalClient, ServiceUnreachable
+from service.launcher import marked_processes
 from service.progress import ProgressDisplay, Snapshot, duration, follow, of_sweep, of_training
 from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
-from tests.service_process import marked_processes, write_corpus
+from tests.service_process import write_corpus
 from trials.presets import PRESETS
 
 FRATERNAL = [sys.executable, "-m", "service.cli"]
@@ -583,8 +584,7 @@ def start_quickstart() -> subprocess.Popen[str]:
 
 def left_behind() -> list[str]:
     """What runs with this test's data directory, or was started by a driver of it."""
-    here = str(Path("quick").resolve())
-    drivers = [process for process in marked_processes() if process.environ()["FRATERNAL_DATA_DIR"] == here]
+    drivers = marked_processes("FRATERNAL_DATA_DIR", str(Path("quick").resolve()))
     listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     return [str(process) for process in drivers] + [
         line for line in listing.splitlines() if "--data-dir quick" in line

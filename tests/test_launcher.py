@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.launcher import LOG_TAIL_BYTES, MARK, LocalLauncher, _marked_processes, _scratch
+from service.launcher import LOG_TAIL_BYTES, MARK, LocalLauncher, _scratch, marked_processes
 from service.settings import Settings
 
 SLEEP = """
@@ -70,14 +70,14 @@ def test_end_kills_children_in_other_sessions_and_who_ignores_sigterm(
     launcher: LocalLauncher, sweep: str
 ) -> None:
     with running(PARENT, sweep) as parent:
-        family = _marked_processes(sweep)
+        family = marked_processes(MARK, sweep)
         assert len(family) == 2
         assert len({os.getsid(process.pid) for process in family}) == 2
         parent.kill()  # the child is an orphan now
         parent.wait()
-        assert len(_marked_processes(sweep)) == 1
+        assert len(marked_processes(MARK, sweep)) == 1
         launcher.end(sweep)
-        assert _marked_processes(sweep) == []
+        assert marked_processes(MARK, sweep) == []
 
 
 def test_end_leaves_other_sweeps_alone(launcher: LocalLauncher, sweep: str) -> None:
@@ -85,9 +85,9 @@ def test_end_leaves_other_sweeps_alone(launcher: LocalLauncher, sweep: str) -> N
     with running(SLEEP, sweep) as mine, running(SLEEP, other) as others:
         launcher.end(sweep)
         mine.wait(5)
-        assert _marked_processes(sweep) == []
+        assert marked_processes(MARK, sweep) == []
         assert others.poll() is None
-        assert len(_marked_processes(other)) == 1
+        assert len(marked_processes(MARK, other)) == 1
 
 
 def test_end_removes_the_scratch_folder_and_may_be_repeated(launcher: LocalLauncher, sweep: str) -> None:
@@ -184,7 +184,7 @@ sys.stdin.read()
     assert process.stdout.readline() == "ready\n"
     family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
     assert len(family) > 3
-    assert family <= {marked.pid for marked in _marked_processes(sweep)}
+    assert family <= {marked.pid for marked in marked_processes(MARK, sweep)}
     launcher.end(sweep)
     process.wait(5)
     process.stdin.close()

@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
+from service.launcher import MARK, marked_processes
 from tests.service_process import (
     ServiceProcess,
     find_process,
     kill_process,
-    marked_processes,
     running_service,
     small_spec,
     wait_until,
@@ -65,7 +65,7 @@ def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
 def assert_nothing_left(sweep_id: str) -> None:
     scratch = Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
     wait_until(
-        lambda: not marked_processes(sweep_id) and not scratch.exists(),
+        lambda: not marked_processes(MARK, sweep_id) and not scratch.exists(),
         f"neither a process nor a folder of sweep {sweep_id} is left",
     )
 
@@ -163,7 +163,7 @@ def test_every_socket_of_a_running_sweep_listens_on_loopback(service: ServicePro
     service.wait_for_epochs(sweep_id, 1)
     listening = [
         connection
-        for process in [*marked_processes(sweep_id), psutil.Process(service.pid)]
+        for process in [*marked_processes(MARK, sweep_id), psutil.Process(service.pid)]
         for connection in _connections(process)
         if connection.status == psutil.CONN_LISTEN
     ]
