@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-sweep: $(VENV)/.installed ## a whole sweep on real text: service, trials, result table, best checkpoint; about 5 minutes
+sweep: $(VENV)/.installed ## a whole sweep on real text: service, trials, result table, best checkpoint; about 3 minutes
 	@exec $(BIN)/fraternal quickstart
 
 serve: $(VENV)/.installed ## the service on http://127.0.0.1:8123, data in ./fraternal-data

@@ -116,7 +116,7 @@ class LocalLauncher:
     def end(self, sweep_id: str) -> None:
         while left := marked_processes(
             MARK, sweep_id
-        ):  # again: a dying process may still have started another
+        ):  # a dying process may still have started one
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
