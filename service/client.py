@@ -130,7 +130,8 @@ class FraternalClient:
             ) from error
         except httpx.TransportError as error:
             raise ServiceUnreachable(
-                f"{self.base_url} broke off: {error or type(error).__name__}; try again"
+                f"{self.base_url} broke off: {error or type(error).__name__}; "
+                "what was asked for may have been done: look before you ask again"
             ) from error
         except httpx.InvalidURL as error:
             raise ClientError(

@@ -28,7 +28,6 @@ def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> i
             store_url=settings.resolved_store_url,
             data_dir=settings.data_dir,
             scratch=scratch,
-            ray_address=settings.ray_address,
         )
         state, reason = ledger.outcome()
         records.finish(sweep_id, generation, state, reason)

@@ -39,7 +39,7 @@ LOG_TAIL_BYTES = 2000
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the machine, or the cluster, has for trials."""
+    """What the machine has for trials."""
 
     cpus: float
     gpus: float
@@ -98,8 +98,6 @@ class LocalLauncher:
             "FRATERNAL_STORE_URL": self._settings.resolved_store_url,
             "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray would leave one in the user's home
         }
-        if self._settings.ray_address is not None:
-            settings["FRATERNAL_RAY_ADDRESS"] = self._settings.ray_address
         return {**os.environ, **DRIVER_ENVIRONMENT, **settings, MARK: sweep_id}
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
@@ -114,9 +112,7 @@ class LocalLauncher:
             return False
 
     def end(self, sweep_id: str) -> None:
-        while left := marked_processes(
-            MARK, sweep_id
-        ):  # a dying process may still have started one
+        while left := marked_processes(MARK, sweep_id):  # a dying process may still have started one
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()

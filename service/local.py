@@ -127,7 +127,7 @@ def train_and_save(
     config = _parse(TrialConfig, {"model": {}, "training": {}, "regularization": {}, **values})
     source = _parse_corpus(corpus_values)
     corpus = _load(source, data_dir)
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = _usable_device(device)
     task = Task("", 0, 1, "", seed, config, source, where, 0)
     try:
         _train(task, corpus, out)
@@ -136,6 +136,13 @@ def train_and_save(
     for split in ("valid", "test"):
         print(evaluate_file(out, split, None, data_dir).line())
     print(f"saved: {out}")
+
+
+def _usable_device(asked: str | None) -> str:
+    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    if asked not in (None, *there):
+        raise CommandFailed(f"device {asked!r} cannot be used here; there is: {', '.join(there)}")
+    return asked or there[-1]
 
 
 def _train(task: Task, corpus: Corpus, out: Path) -> None:

@@ -44,10 +44,6 @@ class Reconciler:
                 self._launcher.end(record.id)
                 self._records.release(record)
 
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
     def _run(self) -> None:
         while not self._stopped.wait(PERIOD_S):
             try:

@@ -369,4 +369,7 @@ def _record(row: RowMapping) -> SweepRecord:
     values = {name: value for name, value in row.items() if name != "position"}
     for name in ("lease_until", "created_at", "started_at", "finished_at"):
         values[name] = aware(values[name])
-    return SweepRecord(**{**values, "spec": SweepSpec.model_validate(values["spec"])})
+    # It was laid out in full when it came: what its preset says by now must not matter.
+    spec = SweepSpec.model_validate({**values["spec"], "preset": None})
+    spec = spec.model_copy(update={"preset": values["spec"]["preset"]})
+    return SweepRecord(**{**values, "spec": spec})

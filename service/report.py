@@ -1,7 +1,7 @@
 """What a sweep says, arm by arm: pure functions of its spec and its trials, and three ways to write it down.
 
 An arm's trials count once they have ended. A failed trial counts as one that does not beat the baseline; one
-that was cancelled with its sweep had no chance and is left out.
+that was cancelled with its sweep, or whose workers kept dying, had no chance and is left out.
 """
 
 import math
@@ -124,7 +124,7 @@ def build_report(spec: SweepSpec, trials: Sequence[TrialView]) -> Report:
     compared = (contenders[0].arm, contenders[1].arm) if len(contenders) == 2 else None
     comparison = compare(contenders[0].beating, contenders[1].beating) if compared else None
     pairs = _pairs(ended[compared[0]], ended[compared[1]]) if compared else None
-    cancelled = sum(_was_cancelled(trial) for trial in trials)
+    left_out = sum(_had_no_chance(trial) for trial in trials)
     return Report(
         title=spec.name or "sweep",
         caption=_caption(spec, threshold),
@@ -132,7 +132,7 @@ def build_report(spec: SweepSpec, trials: Sequence[TrialView]) -> Report:
         compared=compared,
         comparison=comparison,
         pairs=pairs,
-        remarks=(*_share_remarks(rows, compared), *_remarks(compared, comparison, pairs, cancelled)),
+        remarks=(*_share_remarks(rows, compared), *_remarks(compared, comparison, pairs, left_out)),
     )
 
 
@@ -198,11 +198,11 @@ def _could_differ(first: int, second: int) -> bool:
 
 
 def _counts(trial: TrialView) -> bool:
-    return trial.state in {"COMPLETE", "PRUNED", "FAIL"} and not _was_cancelled(trial)
+    return trial.state in {"COMPLETE", "PRUNED", "FAIL"} and not _had_no_chance(trial)
 
 
-def _was_cancelled(trial: TrialView) -> bool:
-    return trial.failure is not None and trial.failure.failure_class == "cancelled"
+def _had_no_chance(trial: TrialView) -> bool:
+    return trial.failure is not None and trial.failure.failure_class in {"cancelled", "infrastructure"}
 
 
 def _perplexities(trials: Iterable[TrialView]) -> list[float]:
@@ -268,14 +268,14 @@ def _caption(spec: SweepSpec, threshold: float | None) -> str:
 
 
 def _remarks(
-    compared: tuple[str, str] | None, comparison: Comparison | None, pairs: Pairs | None, cancelled: int
+    compared: tuple[str, str] | None, comparison: Comparison | None, pairs: Pairs | None, left_out: int
 ) -> Iterable[str]:
     if compared and comparison:
         yield from _comparison_remarks(compared, comparison)
     if compared and pairs:
         yield _pairs_remark(compared, pairs)
-    if cancelled:
-        yield f"{cancelled} cancelled trials are left out."
+    if left_out:
+        yield f"Left out, as cancelled or lost with their workers: {left_out}."
 
 
 def _share_remarks(rows: Iterable[ArmRow], compared: tuple[str, str] | None) -> Iterable[str]:

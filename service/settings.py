@@ -5,6 +5,7 @@ from typing import Self
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from sqlalchemy.engine import make_url
 
 
 class Settings(BaseSettings):
@@ -15,11 +16,9 @@ class Settings(BaseSettings):
     data_dir: Path = Path("fraternal-data")
     """Database, checkpoints, corpora and driver logs, unless said otherwise below."""
     database_url: SecretStr | None = None
-    """SQLAlchemy URL; default: SQLite in the data directory."""
+    """SQLAlchemy URL, PostgreSQL or an SQLite file, of one service; default: SQLite in the data directory."""
     store_url: str | None = None
     """fsspec URL of the checkpoint store; default: `checkpoints` in the data directory."""
-    ray_address: str | None = None
-    """A Ray cluster to run trials on; default: a local Ray for each driver."""
     running_sweeps: int = Field(default=1, ge=1)
     """Sweeps that run at once; the others wait in the order in which they came."""
     stop_drivers: bool = False
@@ -36,6 +35,16 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _database_that_processes_share(self) -> Self:
+        url = make_url(self.resolved_database_url)
+        if url.get_backend_name() not in {"sqlite", "postgresql"} or url.database in {None, "", ":memory:"}:
+            raise ValueError(
+                f"database {url.render_as_string()} cannot be used: it must be a file of SQLite, "
+                "sqlite:////srv/fraternal.db, or a database of PostgreSQL, postgresql+psycopg://host/name"
+            )
+        return self
+
     @property
     def resolved_database_url(self) -> str:
         if self.database_url is not None:
@@ -44,4 +53,7 @@ class Settings(BaseSettings):
 
     @property
     def resolved_store_url(self) -> str:
-        return self.store_url or (self.data_dir.resolve() / "checkpoints").as_uri()
+        if self.store_url is None:
+            return (self.data_dir.resolve() / "checkpoints").as_uri()
+        # Workers run in folders of their own: what is relative here is not there.
+        return self.store_url if "://" in self.store_url else Path(self.store_url).resolve().as_uri()

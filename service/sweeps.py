@@ -36,6 +36,9 @@ from trials.ledger import perplexity
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore
 
+ENDED_FROM_OUTSIDE = {"cancelled", "infrastructure"}
+"""Classes of failure that say nothing against what the trial had reached."""
+
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
@@ -135,10 +138,12 @@ class SweepController:
         return self._view(self.records.get_sweep(sweep_id))
 
     def best(self, sweep_id: str) -> TrialView:
-        """The trial with the lowest validation loss so far, running ones included. Raises NoCheckpointYet."""
+        """The trial with the lowest validation loss so far, whatever became of it. Raises NoCheckpointYet."""
         best = _best(self.trials(sweep_id))
         if best is None:
-            raise NoCheckpointYet(f"no trial of sweep {sweep_id} has finished an epoch yet; ask again later")
+            state = self.records.get_sweep(sweep_id).state
+            later = "" if state in TERMINAL_STATES else "; ask again later"
+            raise NoCheckpointYet(f"no trial of sweep {sweep_id} has finished an epoch{later}")
         return best
 
     def best_checkpoint(self, sweep_id: str) -> OpenCheckpoint:
@@ -224,7 +229,8 @@ def _best(trials: list[TrialView]) -> TrialView | None:
     usable = [
         (trial.best_valid_loss, trial.number)
         for trial in trials
-        if trial.best_valid_loss is not None and trial.state != "FAIL"
+        if trial.best_valid_loss is not None
+        and (trial.failure is None or trial.failure.failure_class in ENDED_FROM_OUTSIDE)
     ]
     return trials[min(usable)[1]] if usable else None
 

@@ -1,6 +1,7 @@
 """What the core is given, in memory: a journal, a launcher, a worker, and a way to crash."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import optuna
@@ -153,6 +154,13 @@ def report(task: Task, epoch: int) -> Report:
         checkpoint_sha256=f"sha256 of {task.number} after {best}" if best == epoch else None,
         device=task.device,
     )
+
+
+def with_loss(said: Report, loss: float) -> Report:
+    """The same report of another validation loss, the best so far."""
+    assert said.epoch is not None
+    epoch = {**said.epoch, "valid_loss": loss, "raw_valid_loss": loss}
+    return replace(said, epoch=epoch, best_epoch=epoch["epoch"], best_valid_loss=loss)
 
 
 def failed(failure_class: Any, message: str = "no words") -> Report:

@@ -1,6 +1,5 @@
 """The real service as a process, with real drivers and a real Ray below it, for tests that kill things."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -165,16 +164,21 @@ def find_process(sweep_id: str, words: str) -> psutil.Process | None:
 
 
 def kill_process(sweep_id: str, words: str) -> None:
-    """kill -9 a process of a sweep, once there is one with these words in its command line."""
-    found: list[psutil.Process] = []
+    """kill -9 a process of a sweep while its command line, a worker's says what it does, has these words."""
 
-    def find() -> bool:
+    def kill() -> bool:
         process = find_process(sweep_id, words)
-        found.extend([process] if process is not None else [])
-        return bool(found)
+        if process is None:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            process.suspend()
+            if words in " ".join(process.cmdline()):  # still, and now it cannot change
+                process.kill()
+                return True
+            process.resume()
+        return False
 
-    wait_until(find, f"{words!r} runs for sweep {sweep_id}")
-    os.kill(found[0].pid, signal.SIGKILL)
+    wait_until(kill, f"{words!r} runs for sweep {sweep_id}")
 
 
 def wait_until(is_so: Callable[[], bool], what: str, describe: Callable[[], str] = str) -> None:

@@ -1,6 +1,7 @@
 """The laws of an attempt: whatever cuts it short, the next one ends in the same bytes."""
 
 import itertools
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -254,6 +255,24 @@ def test_missing_corpus_is_a_user_error_in_the_corpuss_words(
     assert only.failure.failure_class == "user_error"
     assert "nowhere" in only.failure.message
     assert "Traceback" not in only.failure.message
+
+
+def test_text_that_changes_during_a_sweep_is_noticed_and_never_served_from_a_cache(
+    task: Task, store: CheckpointStore, corpus: PathCorpus, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(corpus.path, own)
+    task = replace(task, corpus=PathCorpus(path=str(own)))
+    before = next(run_attempt(task, store, tmp_path))
+    (own / "train.txt").write_text((own / "train.txt").read_text() * 2)
+    after = next(run_attempt(replace(task, number=task.number + 1), store, tmp_path))
+    assert before.corpus_sha256 is not None
+    assert after.corpus_sha256 is not None
+    assert before.corpus_sha256["train"] != after.corpus_sha256["train"]
+    (only,) = run_attempt(replace(task, corpus_sha256=before.corpus_sha256), store, tmp_path)
+    assert only.failure is not None
+    assert only.failure.failure_class == "user_error"
+    assert "the text has changed since this sweep began" in only.failure.message
 
 
 def test_text_too_short_for_the_batch_is_a_user_error(

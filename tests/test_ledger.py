@@ -31,6 +31,7 @@ from tests.fakes import (
     spec,
     states,
     valid_loss,
+    with_loss,
 )
 from trials.ledger import (
     MOST_INTERMEDIATE_VALUES,
@@ -354,9 +355,7 @@ def run_side_by_side(asked: SweepSpec, losses: dict[int, float]) -> dict[int, Tr
     for epoch in range(1, asked.training.epochs + 1):
         for number, task in list(running.items()):
             said = report(task, epoch)
-            assert said.epoch is not None
-            said = replace(said, epoch={**said.epoch, "valid_loss": losses[number]})
-            if not ledger.record(task, said):
+            if not ledger.record(task, with_loss(said, losses[number])):
                 del running[number]
     return dict(enumerate(states(storage)))
 
@@ -373,6 +372,24 @@ def test_worst_of_an_arm_is_pruned_and_its_best_never_is() -> None:
     ended = run_side_by_side(asked, {number: 2.0 + number / 10 for number in range(8)})
     assert ended[0] == ended[1] == TrialState.COMPLETE
     assert ended[6] == ended[7] == TrialState.PRUNED
+
+
+def test_trial_that_passed_a_rung_stays_passed_when_its_worker_dies() -> None:
+    storage = InMemoryStorage()
+    asked = spec(pruner=HALVING, arms={"fd": {}}, training={"epochs": 4}, budget={"trials": 2})
+    ledger = open_ledger(asked, storage, MemoryJournal())
+    first, second = ledger.next_task(), ledger.next_task()
+    assert first is not None
+    assert second is not None
+    assert ledger.record(first, with_loss(report(first, 1), 3.0)), "the first at a rung passes"
+    assert ledger.record(second, with_loss(report(second, 1), 2.0))
+    ledger.lost(first, "killed")
+    again = ledger.next_task()
+    assert again is not None
+    assert (again.number, again.recorded_epochs) == (first.number, 1)
+    assert ledger.record(again, with_loss(report(again, 1), 3.0)), "and is not judged again by a better one"
+    assert ledger.record(second, with_loss(report(second, 2), 2.0))
+    assert not ledger.record(again, with_loss(report(again, 2), 3.0)), "the next rung is a new question"
 
 
 def test_pruned_trial_keeps_its_last_value() -> None:

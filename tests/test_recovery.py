@@ -74,7 +74,7 @@ def assert_nothing_left(sweep_id: str) -> None:
     ("words", "generations", "attempts"),
     [
         pytest.param("service.drive", 2, {1, 2}, id="driver"),
-        pytest.param("ray::LanguageModelTrial", 1, {1, 2}, id="worker"),
+        pytest.param("ray::ResourceTrainable.train", 1, {1, 2}, id="worker"),
         pytest.param("raylet/raylet", 2, {1, 2}, id="raylet"),
     ],
 )

@@ -26,7 +26,7 @@ from service.report import (
     trials_for_power,
     wilson,
 )
-from service.schemas import Failure, TrialView
+from service.schemas import Failure, FailureClass, TrialView
 from trials.spec import SweepSpec
 
 FD, ELD = Proportion(14, 203), Proportion(6, 208)
@@ -164,13 +164,14 @@ def test_a_baseline_arm_without_a_result_is_said_to_have_none() -> None:
     assert row(report, "fd").beating is None
 
 
-def test_a_cancelled_trial_is_left_out_and_said_to_be() -> None:
-    cancelled = Failure(failure_class="cancelled", message="the sweep was cancelled")
+@pytest.mark.parametrize("failure_class", ["cancelled", "infrastructure"])
+def test_a_trial_that_had_no_chance_is_left_out_and_said_to_be(failure_class: FailureClass) -> None:
+    cancelled = Failure(failure_class=failure_class, message="not its own fault")
     report = build_report(
         spec(baseline=50), [trial(0, "fd", 40.0), trial(2, "fd", None, "FAIL", failure=cancelled)]
     )
     assert row(report, "fd").beating == Proportion(1, 1)
-    assert "1 cancelled trials are left out." in report.remarks
+    assert "Left out, as cancelled or lost with their workers: 1." in report.remarks
 
 
 # What may be concluded.

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from optuna.storages import InMemoryStorage
 from service.errors import IllegalMove, InvalidSpec, NoCheckpointYet, SweepNotFound, TrialNotFound
 from service.records import Records, SweepJournal, migrate, open_engine
 from service.sweeps import SweepController
-from tests.fakes import MemoryLauncher, failed, report, reports, spec
+from tests.fakes import MemoryLauncher, failed, report, reports, spec, with_loss
 from tests.service_process import write_corpus
-from trials.ledger import Report, StudyLedger, Task
+from trials.ledger import Failure, StudyLedger, Task, close_open_trials
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore, unpack
 
@@ -61,12 +60,6 @@ def take(ledger: StudyLedger) -> Task:
     task = ledger.next_task()
     assert task is not None
     return task
-
-
-def with_loss(said: Report, loss: float) -> Report:
-    assert said.epoch is not None
-    epoch = {**said.epoch, "valid_loss": loss, "raw_valid_loss": loss}
-    return replace(said, epoch=epoch, best_epoch=epoch["epoch"], best_valid_loss=loss)
 
 
 def test_new_sweep_waits_and_has_nothing_yet(controller: SweepController, asked: SweepSpec) -> None:
@@ -196,6 +189,8 @@ def test_best_is_the_lowest_loss_of_all_but_failed_trials_and_zero_counts(
         if loss < 0:
             ledger.record(task, failed("diverged"))
     assert controller.best(sweep_id).number == 1
+    close_open_trials(sweep_id, controller.storage, Failure("cancelled", "the sweep was cancelled"))
+    assert controller.best(sweep_id).number == 1, "what a trial had reached outlives its sweep's cancelling"
     best = controller.get(sweep_id).best
     assert best is not None
     assert (best.number, best.best_valid_loss, best.best_valid_perplexity) == (1, 0.0, 1.0)

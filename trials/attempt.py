@@ -1,5 +1,6 @@
 """One attempt at a trial, from its task to its last report. No ray, no database: only checkpoints."""
 
+import hashlib
 import math
 import traceback
 from collections.abc import Generator, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 
 from trials.checkpoints import BestCheckpoint, pack_state, unpack_state
-from trials.corpora import Corpus, CorpusError, CorpusSpec, load_corpus
+from trials.corpora import FILES, Corpus, CorpusError, CorpusSpec, PathCorpus, load_corpus
 from trials.ledger import Failure, FailureClass, Report, Task
 from trials.store import CheckpointStore, CorruptCheckpoint
 from trials.training import Diverged, EpochResult, Training
@@ -44,7 +45,12 @@ def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Generator
 
 
 def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Report]:
-    corpus = _load_corpus(task.corpus, data_dir)
+    corpus = _load_corpus(task.corpus, data_dir, _digests(task.corpus))
+    if task.corpus_sha256 not in (None, corpus.sha256):
+        raise CorpusError(
+            "the text has changed since this sweep began, and its trials would not compare: "
+            "restore it, or submit a new sweep"
+        )
     training = Training(
         task.config.model,
         task.config.training,
@@ -57,13 +63,13 @@ def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Repor
     )
     _resume(training, task, store)
     for result in training.history[max(0, task.recorded_epochs - 1) :]:
-        yield _report(task, store, training, result)
+        yield _report(task, store, training, corpus, result)
     for result in training.epochs():
         _require_finite(result)
         if result.is_best:  # before `last`: what `last` has seen, `best` never falls behind
             store.save_best(task.sweep_id, task.number, best_checkpoint(training, task, corpus).files())
         store.save_last(task.sweep_id, task.number, pack_state(*training.state()))
-        yield _report(task, store, training, result)
+        yield _report(task, store, training, corpus, result)
 
 
 def _require_finite(result: EpochResult) -> None:
@@ -81,7 +87,8 @@ def best_checkpoint(training: Training, task: Task, corpus: Corpus) -> BestCheck
         config={
             **asdict(task.config),
             "corpus": task.corpus.model_dump(mode="json"),
-            "corpus_sha256": corpus.sha256,
+            "corpus_sha256": dict(corpus.sha256),
+            "unk_counts": dict(corpus.unk_counts),
             "seed": task.seed,
         },
         vocabulary=corpus.vocabulary,
@@ -99,7 +106,9 @@ def _resume(training: Training, task: Task, store: CheckpointStore) -> None:
         store.discard_last(task.sweep_id, task.number)
 
 
-def _report(task: Task, store: CheckpointStore, training: Training, result: EpochResult) -> Report:
+def _report(
+    task: Task, store: CheckpointStore, training: Training, corpus: Corpus, result: EpochResult
+) -> Report:
     best = min(training.history[: result.epoch], key=lambda earlier: earlier.valid_loss)
     return Report(
         epoch=asdict(result),
@@ -110,6 +119,7 @@ def _report(task: Task, store: CheckpointStore, training: Training, result: Epoc
         if best.epoch == result.epoch
         else None,
         device=task.device,
+        corpus_sha256={str(split): digest for split, digest in corpus.sha256.items()},
     )
 
 
@@ -118,6 +128,18 @@ def _failed(failure_class: FailureClass, message: str) -> Report:
 
 
 @lru_cache(maxsize=2)
-def _load_corpus(corpus: CorpusSpec, data_dir: Path) -> Corpus:
-    """Read a corpus once for all the trials of a worker."""
+def _load_corpus(corpus: CorpusSpec, data_dir: Path, digests: tuple[str, ...]) -> Corpus:
+    """Read a corpus once for all the trials of a worker, as long as its text stays the same."""
     return load_corpus(corpus, data_dir)
+
+
+def _digests(corpus: CorpusSpec) -> tuple[str, ...]:
+    """SHA-256 of the files that may change between two trials: those of a corpus by name cannot."""
+    if not isinstance(corpus, PathCorpus):
+        return ()
+    try:
+        return tuple(
+            hashlib.sha256((Path(corpus.path) / name).read_bytes()).hexdigest() for name in FILES.values()
+        )
+    except OSError:  # load_corpus says what is wrong with it
+        return ()

@@ -4,6 +4,7 @@ Crash-only: nothing here needs to happen before the process dies. A new driver f
 and in the checkpoint store; whatever this one leaves in Tune's folder is never read.
 """
 
+import logging
 import os
 import threading
 from pathlib import Path
@@ -18,6 +19,8 @@ from trials.search import LedgerScheduler, StudySearch
 from trials.spec import Resources
 from trials.trainable import LanguageModelTrial
 
+log = logging.getLogger(__name__)
+
 BEAT_S = 2.0
 EXIT_FENCED = 0
 EXIT_RAY_DIED = 75  # EX_TEMPFAIL: start another driver
@@ -31,14 +34,14 @@ def drive(
     store_url: str,
     data_dir: Path,
     scratch: Path,
-    ray_address: str | None,
 ) -> None:
     """Run every task of the ledger; returns when no trial is open. `scratch` may be deleted afterwards."""
     if ledger.exhausted:
         return
-    start_ray(scratch, ray_address)
-    done = threading.Event()
-    threading.Thread(target=_keep_watch, args=(journal, ray_address is None, done), daemon=True).start()
+    ray_is_up, done = threading.Event(), threading.Event()
+    threading.Thread(target=_keep_watch, args=(journal, ray_is_up, done), daemon=True).start()
+    start_ray(scratch)
+    ray_is_up.set()
     search = StudySearch(
         ledger,
         max_concurrent=resources.max_concurrent or room_for(resources),
@@ -66,11 +69,8 @@ def drive(
     ray.shutdown()
 
 
-def start_ray(scratch: Path, address: str | None) -> None:
-    """Join the cluster, or start a small Ray of our own: a bare init would join what others left running."""
-    if address is not None:
-        ray.init(address=address, log_to_driver=False)
-        return
+def start_ray(scratch: Path) -> None:
+    """Start a small Ray of our own: a bare init would join what others left running."""
     ray.init(
         address="local",
         include_dashboard=False,
@@ -88,18 +88,20 @@ def room_for(resources: Resources) -> int:
     return max(1, int(min(by_cpu, by_gpu)))
 
 
-def _keep_watch(journal: Journal, own_ray: bool, done: threading.Event) -> None:
+def _keep_watch(journal: Journal, ray_is_up: threading.Event, done: threading.Event) -> None:
     """Renew the lease; end the process when another driver has the sweep, or when our Ray is gone.
 
     Without its raylet, fit() would loop for ever.
     """
     while not done.wait(BEAT_S):
-        if own_ray and not _ray_is_alive() and not done.is_set():
+        if ray_is_up.is_set() and not _ray_is_alive() and not done.is_set():
             os._exit(EXIT_RAY_DIED)
         try:
             journal.beat()
         except Fenced:
             os._exit(EXIT_FENCED)
+        except Exception:  # the database is away: the lease outlasts several beats
+            log.exception("the lease could not be renewed")
 
 
 def _ray_is_alive() -> bool:

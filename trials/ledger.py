@@ -58,6 +58,8 @@ class Task:
     corpus: CorpusSpec
     device: str
     recorded_epochs: int
+    corpus_sha256: dict[str, str] | None = None
+    """Digests of the text that the sweep began with; None before its first epoch."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Report:
     best_valid_loss: float | None = None
     checkpoint_sha256: str | None = None
     device: str | None = None
+    corpus_sha256: dict[str, str] | None = None
 
 
 class StudyLedger:
@@ -100,6 +103,8 @@ class StudyLedger:
         self._store = store
         journal.beat()
         self._study = open_study(spec, sweep_id, storage)
+        pruner = spec.pruner
+        self._rungs = rung_epochs(pruner, spec.training.epochs) if pruner.name != "none" else frozenset()
         self._trials: dict[int, Trial] = {}
         self._created = 0
         self._waiting: deque[int] = deque()
@@ -107,6 +112,8 @@ class StudyLedger:
             self._created += 1
             if not row.state.is_finished():
                 self._adopt(row)
+            elif row.state != TrialState.FAIL:  # a crash may have come between its end and this
+                store.discard_last(sweep_id, row.number)
 
     def _adopt(self, row: FrozenTrial) -> None:
         self._trials[row.number] = Trial(self._study, row._trial_id)
@@ -158,6 +165,7 @@ class StudyLedger:
             corpus=self._spec.corpus,
             device="cuda" if self._spec.resources.gpus else "cpu",
             recorded_epochs=self._journal.recorded_epochs(trial.number),
+            corpus_sha256=self._study.user_attrs.get("corpus_sha256"),
         )
 
     def record(self, task: Task, report: Report) -> bool:
@@ -175,12 +183,18 @@ class StudyLedger:
         if report.finished:
             self._tell(trial, TrialState.COMPLETE, perplexity(report.best_valid_loss))
             return False
+        if report.epoch is None or report.epoch["epoch"] <= trial.user_attrs.get("passed_epoch", 0):
+            return True  # decided before: against the trials that have come since, it might not pass again
         if trial.should_prune():
             self._tell(trial, TrialState.PRUNED)
             return False
+        if report.epoch["epoch"] in self._rungs:
+            trial.set_user_attr("passed_epoch", report.epoch["epoch"])
         return True
 
     def _record_epoch(self, trial: Trial, task: Task, report: Report, epoch: Mapping[str, Any]) -> None:
+        if report.corpus_sha256 and "corpus_sha256" not in self._study.user_attrs:
+            self._study.set_user_attr("corpus_sha256", report.corpus_sha256)
         if report.best_epoch == epoch["epoch"]:
             trial.set_user_attr("best_epoch", report.best_epoch)
             trial.set_user_attr("best_valid_loss", report.best_valid_loss)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -165,11 +166,17 @@ class Budget(Wire):
     """Trials over all arms; as many rows end in a terminal state, whatever dies."""
 
 
+def _whole_above_one(gpus: float) -> float:
+    if gpus > 1 and gpus != int(gpus):
+        raise _problem("gpu_fraction", "a trial takes a part of one GPU or whole ones: at most 1, or 2, 3, …")
+    return gpus
+
+
 class Resources(Wire):
     """What one trial takes."""
 
-    cpus: Annotated[FiniteFloat, Field(gt=0)] = 1
-    gpus: Annotated[FiniteFloat, Field(ge=0)] = 0
+    cpus: Annotated[FiniteFloat, Field(ge=0.1)] = 1
+    gpus: Annotated[FiniteFloat, Field(ge=0), AfterValidator(_whole_above_one)] = 0
     """A fraction below 1 lets trials share a GPU."""
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     """Trials at once; by default as many as the machine has room for."""
@@ -300,7 +307,7 @@ class SweepSpec(Wire):
             fixed = name if name in self.arms[arm] else f"{name}_multiplier"
             raise _problem(
                 "value_out_of_bounds",
-                f"arm {arm!r}: {name} = {first['input']!r}: {first['msg']}",
+                f"arm {arm!r}: {name} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}",
                 pointer or f"/arms/{arm}/{fixed}",
             ) from error
 
@@ -332,9 +339,12 @@ class SweepSpec(Wire):
         return number // len(self.arms)
 
     def seed_of(self, number: int) -> int:
-        """The trial's own seed: shared by the arms of one draw, so that they start from the same weights."""
+        """The trial's own seed: shared by the arms of one draw, so that they start from the same weights.
+
+        48 bits: JSON clients keep numbers as doubles.
+        """
         digest = hashlib.sha256(f"{self.sampler.seed}/{self.draw_of(number)}".encode()).digest()
-        return int.from_bytes(digest[:7])
+        return int.from_bytes(digest[:6])
 
     def sampled(self, arm: str) -> Iterator[tuple[str, Choice | Uniform | LogUniform | Integer]]:
         """The part of the space that this arm leaves open."""
@@ -359,6 +369,8 @@ def _escaped(name: str) -> str:
 def _check_known(parameter: str, pointer: str) -> None:
     if parameter not in SECTION_OF and parameter not in MULTIPLIERS:
         known = ", ".join(sorted([*SECTION_OF, *MULTIPLIERS]))
+        if parameter == "epochs":
+            raise _problem("fixed_parameter", "every trial has training.epochs; set it there", pointer)
         raise _problem("unknown_parameter", f"unknown parameter {parameter!r}; known: {known}", pointer)
 
 
