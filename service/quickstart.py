@@ -114,6 +114,7 @@ def _wait_until_ready(
             client.check_ready()
             return
         signals.pause(SLICE_S)
+    signals.pause(0)  # Ctrl-C reaches a service that has not left our process group yet
     said = log.read_bytes()[position:].decode(errors="replace").strip()
     raise CommandFailed(f"the service did not start: {said[-2000:] or f'see {log}'}")
 
