@@ -43,6 +43,9 @@ class Reconciler:
             for record in self._records.list_sweeps("running"):
                 self._launcher.end(record.id)
                 self._records.release(record)
+            for record in self._records.list_left_behind():
+                self._launcher.end(record.id)
+                self._records.set_driver(record.id, record.generation, None)
 
     def _run(self) -> None:
         while not self._stopped.wait(PERIOD_S):

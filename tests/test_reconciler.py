@@ -170,6 +170,16 @@ def test_finished_driver_that_does_not_end_is_ended(world: World) -> None:
     assert world.launcher.alive == {}
 
 
+def test_service_that_stops_its_drivers_ends_one_whose_sweep_has_just_finished(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    world.records.finish("s1", 1, "succeeded", None)
+    world.reconciler.start()
+    world.reconciler.stop(stop_drivers=True)
+    assert world.launcher.alive == {}
+    assert world.states() == {"s1": "succeeded"}
+
+
 def test_cancelled_queued_sweep_ends_without_a_driver(world: World) -> None:
     world.submit("s1", "s2")
     world.look()
