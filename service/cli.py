@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from service.errors import CommandFailed
+from service.errors import INTERRUPTED, CommandFailed
 
 if TYPE_CHECKING:
     from service.client import FraternalClient
 
 DEFAULT_URL = "http://127.0.0.1:8123"
-INTERRUPTED = 130
 
 HELP = """Search hyperparameters of regularized LSTM language models.
 

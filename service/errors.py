@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+INTERRUPTED = 130
+"""Exit code after SIGINT, as shells have it."""
+
 
 class ServiceError(Exception):
     """The request cannot be carried out."""

@@ -22,6 +22,7 @@ from trials.attempt import best_checkpoint
 from trials.checkpoints import BestCheckpoint, read_best, write_best
 from trials.corpora import INT32_MAX, SPLITS, Corpus, CorpusError, CorpusSpec, Split, load_corpus, resolved
 from trials.ledger import Task
+from trials.perplexity import perplexity
 from trials.spec import TrialConfig
 from trials.store import CorruptCheckpoint
 from trials.training import Diverged, EpochResult, Training
@@ -49,7 +50,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return _perplexity(self.loss)
+        return perplexity(self.loss)
 
     def line(self) -> str:
         unknown = f", {self.unknown} of them outside the vocabulary" if self.unknown else ""
@@ -89,7 +90,7 @@ def evaluate_file(file: Path, split: str, other_corpus: dict[str, Any] | None, d
 def check_recorded_loss(result: Evaluation) -> str:
     """Words that the validation loss is the recorded one. Raises CommandFailed where it is not."""
     if math.isclose(result.loss, result.recorded_valid_loss, rel_tol=TOLERANCE):
-        recorded = _perplexity(result.recorded_valid_loss)
+        recorded = perplexity(result.recorded_valid_loss)
         return f"agrees with the validation perplexity that training recorded, {recorded:.4f}"
     reason = "" if result.text_is_the_same else "; the text has changed since training"
     raise CommandFailed(
@@ -201,11 +202,3 @@ def _parse(kind: Any, values: dict[str, Any]) -> Any:
     except ValidationError as error:
         problems = problems_in(cast(Any, error.errors()), values, adapter.json_schema())
         raise CommandFailed("\n  ".join(f"{found.pointer}: {found.message}" for found in problems)) from error
-
-
-def _perplexity(loss: float) -> float:
-    """exp(loss), inf where that overflows."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

@@ -22,14 +22,13 @@ import psutil
 from rich.console import Console
 
 from service.client import ClientError, FraternalClient
-from service.errors import CommandFailed
+from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import marked_processes
 from service.progress import duration, follow
 from service.report import build_report, to_rich
 from service.schemas import TERMINAL_STATES, SweepDetail
 
 USUAL_PORT = 8123
-INTERRUPTED = 130
 SLICE_S = 0.1
 """A noted signal is acted on after at most so long."""
 SECONDS_TO_START = 60.0

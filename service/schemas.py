@@ -5,12 +5,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from trials.spec import SweepSpec
+from trials.spec import FailureClass, SweepSpec
 
 SweepState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 TERMINAL_STATES: frozenset[SweepState] = frozenset({"succeeded", "failed", "cancelled"})
 TrialState = Literal["RUNNING", "COMPLETE", "PRUNED", "FAIL", "WAITING"]
-FailureClass = Literal["diverged", "out_of_memory", "infrastructure", "user_error", "cancelled"]
 
 
 class View(BaseModel):

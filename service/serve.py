@@ -18,11 +18,9 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from service.app import create_app
-from service.errors import CommandFailed
+from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import LocalLauncher
 from service.settings import Settings
-
-INTERRUPTED = 130
 
 SECONDS_FOR_OPEN_REQUESTS = 5
 

@@ -32,7 +32,7 @@ from service.schemas import (
 from service.settings import Settings
 from service.studies import open_storage
 from trials.corpora import CorpusError, check_corpus, resolved
-from trials.ledger import perplexity
+from trials.perplexity import perplexity
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore
 

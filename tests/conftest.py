@@ -4,3 +4,18 @@ import os
 
 # Before torch is loaded: OpenMP threads that meet on a core, a test's and a driver's, cost up to ten times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.records import Records, migrate, open_engine
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Iterator[Records]:
+    engine = open_engine(f"sqlite:///{tmp_path / 'fraternal.db'}")
+    migrate(engine)
+    yield Records(engine)
+    engine.dispose()

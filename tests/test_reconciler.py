@@ -1,8 +1,6 @@
 """The laws of the reconciler, over drivers that are entries of a dict."""
 
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ from optuna.trial import TrialState
 from sqlalchemy import update
 
 from service.reconciler import MOST_FRUITLESS_LAUNCHES, TIME_TO_END, Reconciler
-from service.records import Records, SweepJournal, _naive, migrate, now, open_engine, sweeps
+from service.records import Records, SweepJournal, _naive, now, sweeps
 from tests.fakes import MemoryLauncher, epoch_fields, spec
 from trials.ledger import StudyLedger
 from trials.store import CheckpointStore
@@ -52,14 +50,6 @@ class World:
         past = _naive(now() - timedelta(seconds=1))
         with self.records.engine.begin() as connection:
             connection.execute(update(sweeps).where(sweeps.c.id == name).values(lease_until=past))
-
-
-@pytest.fixture
-def records(tmp_path: Path) -> Iterator[Records]:
-    engine = open_engine(f"sqlite:///{tmp_path / 'fraternal.db'}")
-    migrate(engine)
-    yield Records(engine)
-    engine.dispose()
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from service.report import (
     trials_for_power,
     wilson,
 )
-from service.schemas import Failure, FailureClass, TrialView
-from trials.spec import SweepSpec
+from service.schemas import Failure, TrialView
+from trials.spec import FailureClass, SweepSpec
 
 FD, ELD = Proportion(14, 203), Proportion(6, 208)
 

@@ -10,21 +10,13 @@ import pytest
 from optuna.storages import InMemoryStorage
 
 from service.errors import IllegalMove, InvalidSpec, NoCheckpointYet, SweepNotFound, TrialNotFound
-from service.records import Records, SweepJournal, migrate, open_engine
+from service.records import Records, SweepJournal, open_engine
 from service.sweeps import SweepController
 from tests.fakes import MemoryLauncher, failed, report, reports, spec, with_loss
 from tests.service_process import write_corpus
 from trials.ledger import Failure, StudyLedger, Task, close_open_trials
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore, unpack
-
-
-@pytest.fixture
-def records(tmp_path: Path) -> Iterator[Records]:
-    engine = open_engine(f"sqlite:///{tmp_path / 'fraternal.db'}")
-    migrate(engine)
-    yield Records(engine)
-    engine.dispose()
 
 
 @pytest.fixture

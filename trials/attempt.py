@@ -12,7 +12,8 @@ import torch
 
 from trials.checkpoints import BestCheckpoint, pack_state, unpack_state
 from trials.corpora import FILES, Corpus, CorpusError, CorpusSpec, PathCorpus, load_corpus
-from trials.ledger import Failure, FailureClass, Report, Task
+from trials.ledger import Failure, Report, Task
+from trials.spec import FailureClass
 from trials.store import CheckpointStore, CorruptCheckpoint
 from trials.training import Diverged, EpochResult, Training
 

@@ -3,7 +3,6 @@
 Only the driver that holds a sweep's lease writes trial rows, and it does so here.
 """
 
-import math
 import warnings
 from collections import deque
 from collections.abc import Mapping
@@ -17,11 +16,11 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from trials.corpora import CorpusSpec
+from trials.perplexity import perplexity
 from trials.samplers import build_sampler, suggest
-from trials.spec import SuccessiveHalving, SweepSpec, TrialConfig
+from trials.spec import FailureClass, SuccessiveHalving, SweepSpec, TrialConfig
 from trials.store import CheckpointStore
 
-FailureClass = Literal["diverged", "out_of_memory", "infrastructure", "user_error", "cancelled"]
 MOST_INTERMEDIATE_VALUES = 50
 """Of one trial in Optuna: the dashboard takes seconds to draw 400 trials of 500 epochs."""
 
@@ -324,11 +323,3 @@ def intermediate_epochs(epochs: int) -> frozenset[int]:
         return frozenset(range(1, epochs + 1))
     steps = MOST_INTERMEDIATE_VALUES - 1
     return frozenset(round(epochs ** (i / steps)) for i in range(steps + 1))
-
-
-def perplexity(loss: float | None) -> float:
-    """exp(loss), infinite where that overflows or there is no loss."""
-    try:
-        return math.exp(loss) if loss is not None else math.inf
-    except OverflowError:
-        return math.inf

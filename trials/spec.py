@@ -182,6 +182,10 @@ class Resources(Wire):
     """Trials at once; by default as many as the machine has room for."""
 
 
+FailureClass = Literal["diverged", "out_of_memory", "infrastructure", "user_error", "cancelled"]
+"""Why a trial failed; only infrastructure's failures are tried again."""
+
+
 class Retry(Wire):
     max_failures: Annotated[int, Field(ge=0, le=100)] = 3
     """How often a trial is tried again after its worker died."""

@@ -9,7 +9,6 @@ T time steps, B batch.
 
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
 from regularizers.losses import loss_parts
 from trials.averaging import RunningMean, averaging_starts
+from trials.perplexity import perplexity
 from trials.spec import TrainingConfig
 
 Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
@@ -81,10 +81,7 @@ class EpochResult:
 
     @property
     def valid_perplexity(self) -> float:
-        try:
-            return math.exp(self.valid_loss)
-        except OverflowError:
-            return math.inf
+        return perplexity(self.valid_loss)
 
 
 def evaluate(model: AWDLSTM, ids: Ids, window: int = EVALUATION_WINDOW) -> float:

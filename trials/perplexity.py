@@ -1,0 +1,11 @@
+"""The one way from a loss to a perplexity."""
+
+import math
+
+
+def perplexity(loss: float | None) -> float:
+    """exp(loss), infinite where that overflows or there is no loss."""
+    try:
+        return math.exp(loss) if loss is not None else math.inf
+    except OverflowError:
+        return math.inf
