@@ -83,7 +83,12 @@ epochs = Table(
     Column("ar", Float, nullable=False),
     Column("tar", Float, nullable=False),
     Column("gradient_norm", Float, nullable=False),
+    Column("lr", Float),
+    Column("pair_difference", Float),
+    Column("prediction_variance", Float),
+    Column("expectation_gap", Float),
     Column("tokens", Integer, nullable=False),
+    Column("tokens_per_s", Float),
     Column("seconds", Float, nullable=False),
     Column("is_best", Boolean, nullable=False),
 )

@@ -40,10 +40,22 @@ class EpochView(View):
     """Target loss, penalty, AR and TAR together: what the gradient is of."""
     penalty: float
     ar: float
+    """Also the mean hidden activation of the last layer."""
     tar: float
     gradient_norm: float
     """Mean over steps, before clipping."""
+    lr: float | None
+    """Learning rate; this and the four below are null where an older version of this service trained."""
+    pair_difference: float | None
+    """Mean square of the difference between the logits under two masks, on text of the validation split."""
+    prediction_variance: float | None
+    """Variance of a logit under the masks: by the paper's Remark 1, half of pair_difference."""
+    expectation_gap: float | None
+    """Mean square of the difference that dropping nothing makes: by the paper's Proposition 1, at least a
+    quarter of pair_difference."""
     tokens: int
+    tokens_per_s: float | None
+    """Of training alone."""
     seconds: float
     is_best: bool
 

@@ -1,6 +1,7 @@
 """The laws of an attempt: whatever cuts it short, the next one ends in the same bytes."""
 
 import itertools
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import trials.training
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
 from tests.service_process import write_corpus
@@ -63,7 +65,8 @@ def best_bytes(store: CheckpointStore) -> bytes:
 
 def essence(report: Report) -> dict[str, Any]:
     """All of a report but how long its epoch took."""
-    epoch = {name: value for name, value in (report.epoch or {}).items() if name != "seconds"}
+    timings = ("seconds", "tokens_per_s")
+    epoch = {name: value for name, value in (report.epoch or {}).items() if name not in timings}
     return {**vars(report), "epoch": epoch}
 
 
@@ -119,51 +122,140 @@ def test_resumed_attempt_trains_no_epoch_twice(
 ) -> None:
     kill_after(task, store, tmp_path, 3)
     trained = []
-    run_epoch = Training._run_epoch
+    end_epoch = Training._end_epoch
 
-    def counting(training: Training, epoch: int) -> EpochResult:
-        trained.append(epoch)
-        return run_epoch(training, epoch)
+    def counting(*arguments: Any) -> EpochResult:
+        trained.append(end_epoch(*arguments))
+        return trained[-1]
 
-    monkeypatch.setattr(Training, "_run_epoch", counting)
+    monkeypatch.setattr(Training, "_end_epoch", counting)
     list(run_attempt(replace(task, recorded_epochs=3), store, tmp_path))
-    assert trained == [4, 5]
+    assert [result.epoch for result in trained] == [4, 5]
 
 
 class DyingStore(CheckpointStore):
-    """Dies before it writes `last` for the n-th time."""
+    """Dies before it writes `last` for the n-th time; without a number it only counts."""
 
-    def __init__(self, url: str, saves: int) -> None:
+    def __init__(self, url: str, dies_at: int | None = None) -> None:
         super().__init__(url)
-        self._saves = saves
+        self._dies_at = dies_at
+        self.saves = 0
 
     def save_last(self, sweep_id: str, number: int, files: Any) -> None:
-        self._saves -= 1
-        if self._saves == 0:
+        self.saves += 1
+        if self.saves == self._dies_at:
             raise KeyboardInterrupt
         super().save_last(sweep_id, number, files)
 
 
-@pytest.mark.parametrize("saves", range(1, EPOCHS + 1))
-def test_crash_between_best_and_last_ends_in_the_same_bytes(
-    task: Task, undisturbed: tuple[list[Report], bytes], tmp_path: Path, saves: int
+@pytest.fixture(scope="module")
+def saves_at_every_step(tmp_path_factory: pytest.TempPathFactory, task: Task) -> tuple[Task, int]:
+    """The task that saves after every step, and how often it saves."""
+    task = replace(task, checkpoint_every_s=1e-9)
+    directory = tmp_path_factory.mktemp("counted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials.training, "PAUSE_SHARE", 0)
+        store = DyingStore(directory.as_uri())
+        list(run_attempt(task, store, directory))
+    return task, store.saves
+
+
+@pytest.mark.parametrize("moment", [i / 23 for i in range(24)])
+def test_killed_at_any_step_the_trial_ends_in_the_same_bytes(
+    saves_at_every_step: tuple[Task, int],
+    undisturbed: tuple[list[Report], bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: float,
 ) -> None:
+    """From the first step to the last: before, at and after the switch, and between `best` and `last`."""
+    task, saves = saves_at_every_step
+    saved = round(moment * (saves - 1))
+    monkeypatch.setattr(trials.training, "PAUSE_SHARE", 0)
     url = (tmp_path / "store").as_uri()
+    said: list[Report] = []
     with pytest.raises(KeyboardInterrupt):
-        list(run_attempt(task, DyingStore(url, saves), tmp_path))
-    list(run_attempt(replace(task, recorded_epochs=saves - 1), CheckpointStore(url), tmp_path))
+        said.extend(run_attempt(task, DyingStore(url, dies_at=saved + 1), tmp_path))
+    steps: list[int] = []
+    step = Training._step
+    monkeypatch.setattr(Training, "_step", lambda *args: steps.append(1) or step(*args))
+    best_epoch = said[-1].best_epoch or 0 if said else 0
+    again = replace(task, attempt=2, recorded_epochs=len(said), best_epoch=best_epoch)
+    resumed = list(run_attempt(again, CheckpointStore(url), tmp_path))
     assert best_bytes(CheckpointStore(url)) == undisturbed[1]
+    first, *later = map(essence, resumed)
+    twin, *twins = map(essence, undisturbed[0][max(0, len(said) - 1) :])
+    assert later == twins
+    # The latest recorded epoch is reported again, with the digest of the file, which may be a newer one's.
+    assert {**first, "checkpoint_sha256": None} == {**twin, "checkpoint_sha256": None}
+    assert len(steps) == saves - saved > 0
 
 
-def test_corrupt_last_starts_over_and_ends_in_the_same_bytes(
-    task: Task, store: CheckpointStore, undisturbed: tuple[list[Report], bytes], tmp_path: Path
+def test_killed_during_validation_the_trial_ends_in_the_same_bytes(
+    task: Task,
+    store: CheckpointStore,
+    undisturbed: tuple[list[Report], bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        failing(patch, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            list(run_attempt(replace(task, checkpoint_every_s=1e-9), store, tmp_path))
+    assert list(store.load_last("s1", 0))
+    list(run_attempt(replace(task, attempt=2), store, tmp_path))
+    assert best_bytes(store) == undisturbed[1]
+
+
+def scrap(tmp_path: Path, *names: str) -> None:
+    for name in names:
+        file = tmp_path / "store" / "s1" / "t00000" / name
+        file.write_bytes(file.read_bytes()[:5000])
+
+
+@pytest.mark.parametrize(
+    ("names", "reported"), [(("last.tar",), [3, 4, 5]), (("last.tar", "previous.tar"), [1, 2, 3, 4, 5])]
+)
+def test_where_last_is_corrupt_the_one_before_is_used_and_without_one_the_trial_starts_over(
+    task: Task,
+    store: CheckpointStore,
+    undisturbed: tuple[list[Report], bytes],
+    tmp_path: Path,
+    names: tuple[str, ...],
+    reported: list[int],
 ) -> None:
     kill_after(task, store, tmp_path, 3)
-    last = tmp_path / "store" / "s1" / "t00000" / "last.tar"
-    last.write_bytes(last.read_bytes()[:5000])
+    scrap(tmp_path, *names)
     resumed = list(run_attempt(replace(task, attempt=2, recorded_epochs=3), store, tmp_path))
+    assert [report.epoch and report.epoch["epoch"] for report in resumed] == reported
+    assert [*map(essence, resumed)] == [*map(essence, undisturbed[0][reported[0] - 1 :])]
+    assert best_bytes(store) == undisturbed[1]
+
+
+def test_epochs_trained_again_never_replace_a_better_checkpoint(
+    task: Task, store: CheckpointStore, tmp_path: Path
+) -> None:
+    said = kill_after(task, store, tmp_path, 3)
+    assert said[-1].best_epoch is not None
+    assert said[-1].best_epoch > 1
+    best = best_bytes(store)
+    scrap(tmp_path, "last.tar", "previous.tar")
+    again = replace(task, attempt=2, recorded_epochs=3, best_epoch=said[-1].best_epoch)
+    for report in itertools.islice(run_attempt(again, store, tmp_path), 3):
+        assert report.epoch is not None
+        assert best_bytes(store) == best
+
+
+def test_a_state_of_another_version_is_not_used(
+    task: Task, store: CheckpointStore, undisturbed: tuple[list[Report], bytes], tmp_path: Path
+) -> None:
+    kill_after(task, store, tmp_path, 2)
+    (files, *_) = store.load_last("s1", 0)
+    older = {key: value for key, value in json.loads(files["training.json"]).items() if key != "version"}
+    for _ in range(2):
+        store.save_last("s1", 0, {**files, "training.json": json.dumps(older).encode()})
+    resumed = list(run_attempt(replace(task, recorded_epochs=2), store, tmp_path))
     assert [report.epoch and report.epoch["epoch"] for report in resumed] == [1, 2, 3, 4, 5]
-    assert [*map(essence, resumed)] == [*map(essence, undisturbed[0])]
     assert best_bytes(store) == undisturbed[1]
 
 
@@ -190,9 +282,9 @@ def test_diverged_trial_says_so_and_keeps_its_last_good_checkpoint(
 def test_epoch_with_anything_infinite_has_diverged_and_is_not_kept(
     task: Task, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    run_epoch = Training._run_epoch
+    end_epoch = Training._end_epoch
     infinite: dict[str, Any] = {name: float("inf")}
-    monkeypatch.setattr(Training, "_run_epoch", lambda *args: replace(run_epoch(*args), **infinite))
+    monkeypatch.setattr(Training, "_end_epoch", lambda *args: replace(end_epoch(*args), **infinite))
     (only,) = run_attempt(task, store, tmp_path)
     assert only.failure is not None
     assert only.failure.failure_class == "diverged"
@@ -205,7 +297,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(Training, "_run_epoch", fail)
+    monkeypatch.setattr(Training, "_end_epoch", fail)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trials.averaging import RunningMean, averaging_starts
+from trials.averaging import RunningMean, averaging_starts, learning_rate
 
 GOLDEN = [411.93, 390.63, 314.11, 333.95, 309.50, 296.18, 284.02, 292.69, 293.75]
 
@@ -98,3 +98,35 @@ def test_parity_with_torchs_asgd_whose_mean_starts_one_step_late() -> None:
     for parameter, averaged in zip(theirs.parameters(), mean.module.parameters(), strict=True):
         # torch keeps 1/n in float32
         torch.testing.assert_close(asgd.state[parameter]["ax"], averaged.detach(), rtol=1e-6, atol=1e-6)
+
+
+# --- the learning rate
+
+
+@pytest.mark.parametrize(
+    ("losses", "rate"),
+    [
+        ([], 30),
+        ([5.0], 30),
+        ([5.0, 5.0, 6.0], 30),
+        ([5.0, 5.0, 6.0, 5.0], 3),
+        ([5.0, 5.0, 6.0, 4.0, 4.1, 4.2], 30),
+        ([5.0, 5.0, 6.0, 5.0, 7.0, 7.0], 3),
+        ([5.0, 5.0, 6.0, 5.0, 7.0, 7.0, 7.0], 0.3),
+        ([5.0, 5.0, 6.0, 5.0, 4.0, 7.0, 7.0, 7.0], 0.3),
+    ],
+)
+def test_the_rate_falls_after_every_three_epochs_without_a_new_best(losses: list[float], rate: float) -> None:
+    assert learning_rate(30, losses, patience=3, factor=0.1) == pytest.approx(rate)
+
+
+@given(st.lists(st.integers(1, 9), max_size=60), st.integers(1, 8))
+def test_the_rate_is_that_of_torchs_schedule(losses: list[int], patience: int) -> None:
+    """torch waits for one bad epoch more, and takes nearly equal for equal unless told not to."""
+    optimiser = torch.optim.SGD(linear().parameters(), lr=30)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimiser, factor=0.5, patience=patience - 1, threshold=0, eps=0
+    )
+    for loss in losses:
+        schedule.step(loss)
+    assert learning_rate(30, losses, patience, 0.5) == optimiser.param_groups[0]["lr"]

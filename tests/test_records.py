@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import alembic.command
 import optuna
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -24,6 +25,7 @@ from service.records import (
     Records,
     SweepJournal,
     SweepRecord,
+    epochs,
     metadata,
     migrate,
     now,
@@ -108,6 +110,24 @@ def test_to_migrate_again_is_harmless(records: Records) -> None:
     before = everything(records)
     migrate(records.engine)
     assert everything(records) == before
+
+
+def test_epochs_of_the_first_version_are_kept_by_the_next(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine(url)
+    with monkeypatch.context() as patch:
+        upgrade = alembic.command.upgrade
+        patch.setattr(alembic.command, "upgrade", lambda config, head: upgrade(config, "001"))
+        migrate(engine)
+    records = Records(engine)
+    records.add_sweep("s1", spec())
+    older = {column.name: 1 for column in epochs.columns if not column.nullable}
+    older |= {"sweep_id": "s1", "recorded_at": datetime(2026, 1, 1), "averaged": False, "is_best": True}
+    with engine.begin() as connection:
+        connection.execute(epochs.insert().values(older))
+    migrate(engine)
+    (row,) = records.curve("s1", 1)
+    assert (row["valid_loss"], row["lr"], row["tokens_per_s"]) == (1, None, None)
+    engine.dispose()
 
 
 def test_migration_that_dies_half_way_changes_nothing(url: str) -> None:
@@ -274,8 +294,8 @@ def test_epoch_recorded_twice_is_there_once_as_it_was_said_last(
 def test_epochs_are_counted_and_found_by_trial(claimed: SweepRecord, records: Records) -> None:
     journal = SweepJournal(records, "s1", 1)
     records.add_sweep("s2", spec())
-    for number, epochs in ((0, 3), (4, 1)):
-        for epoch in range(1, epochs + 1):
+    for number, latest in ((0, 3), (4, 1)):
+        for epoch in range(1, latest + 1):
             journal.record_epoch(number, 1, epoch_fields(number, epoch))
     assert [journal.recorded_epochs(number) for number in (0, 4, 5)] == [3, 1, 0]
     assert records.count_epochs("s1") == 4

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import trials.store
 from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, pack, unpack, write_whole
 
 FILES = {"config.json": b'{"kappa": 0.1}', "weights": bytes(range(256)) * 3, "empty": b""}
@@ -150,23 +152,31 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     return CheckpointStore("memory://checkpoints")
 
 
-def test_last_comes_back_and_is_gone_when_discarded(store: CheckpointStore) -> None:
-    assert store.load_last("s1", 0) is None
+def lasts(store: CheckpointStore, sweep: str, number: int) -> list[dict[str, bytes]]:
+    return list(store.load_last(sweep, number))
+
+
+def test_last_comes_back_before_the_one_before_it_and_both_are_gone_when_discarded(
+    store: CheckpointStore,
+) -> None:
+    assert lasts(store, "s1", 0) == []
     store.save_last("s1", 0, FILES)
+    assert lasts(store, "s1", 0) == [FILES]
     store.save_last("s1", 0, {"other": b"newer"})
-    assert store.load_last("s1", 0) == {"other": b"newer"}
+    store.save_last("s1", 0, {"other": b"newest"})
+    assert lasts(store, "s1", 0) == [{"other": b"newest"}, {"other": b"newer"}]
     store.discard_last("s1", 0)
     store.discard_last("s1", 0)
-    assert store.load_last("s1", 0) is None
+    assert lasts(store, "s1", 0) == []
 
 
 def test_trials_and_sweeps_do_not_share_checkpoints(store: CheckpointStore) -> None:
     for sweep, number in (("s1", 0), ("s1", 1), ("s2", 0), ("s1", 123456)):
         store.save_last(sweep, number, {"of": f"{sweep}/{number}".encode()})
-    assert store.load_last("s1", 0) == {"of": b"s1/0"}
-    assert store.load_last("s1", 1) == {"of": b"s1/1"}
-    assert store.load_last("s2", 0) == {"of": b"s2/0"}
-    assert store.load_last("s1", 123456) == {"of": b"s1/123456"}
+    assert lasts(store, "s1", 0) == [{"of": b"s1/0"}]
+    assert lasts(store, "s1", 1) == [{"of": b"s1/1"}]
+    assert lasts(store, "s2", 0) == [{"of": b"s2/0"}]
+    assert lasts(store, "s1", 123456) == [{"of": b"s1/123456"}]
 
 
 def test_best_has_the_sha256_that_saving_it_returned(store: CheckpointStore) -> None:
@@ -194,12 +204,40 @@ def test_reader_of_best_is_not_disturbed_by_a_replacement(store: CheckpointStore
         assert unpack(file, "best") == {"weights": bytes(100_000)}
 
 
-def test_corrupt_last_is_named(tmp_path: Path) -> None:
+SCRAPPED: list[Callable[[bytes], bytes]] = [
+    lambda archive: b"",
+    lambda archive: b"scrap",
+    lambda archive: archive[:1000],
+    lambda archive: archive.replace(b"1", b"2"),
+]
+
+
+@pytest.mark.parametrize("scrapped", SCRAPPED)
+def test_a_last_that_is_not_what_was_written_is_passed_over(
+    tmp_path: Path, scrapped: Callable[[bytes], bytes]
+) -> None:
     store = CheckpointStore(tmp_path.as_uri())
-    store.save_last("s1", 7, FILES)
-    (tmp_path / "s1" / "t00007" / "last.tar").write_bytes(b"scrap")
-    with pytest.raises(CorruptCheckpoint, match=r"t00007/last\.tar"):
-        store.load_last("s1", 7)
+    store.save_last("s1", 7, {"weights": b"111"})
+    store.save_last("s1", 7, {"weights": b"101"})
+    for name, left in (("last.tar", [{"weights": b"111"}]), ("previous.tar", [])):
+        file = tmp_path / "s1" / "t00007" / name
+        file.write_bytes(scrapped(file.read_bytes()))
+        assert lasts(store, "s1", 7) == left
+
+
+def test_a_crash_between_the_two_renames_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path.as_uri())
+    store.save_last("s1", 0, FILES)
+
+    def crash(path: Path, content: bytes) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trials.store, "write_whole", crash)
+    with pytest.raises(KeyboardInterrupt):
+        store.save_last("s1", 0, {"new": b"1"})
+    assert lasts(store, "s1", 0) == [FILES]
 
 
 # Whole files.
@@ -211,11 +249,11 @@ def test_part_of_a_file_is_no_checkpoint_and_does_not_stand_in_the_way(tmp_path:
     folder.mkdir(parents=True)
     for name in ("last.tar.part", "best.tar.part"):
         (folder / name).write_bytes(pack(FILES)[:700])
-    assert store.load_last("s1", 0) is None
+    assert lasts(store, "s1", 0) == []
     with pytest.raises(FileNotFoundError):
         store.open_best("s1", 0)
     store.save_last("s1", 0, {"new": b"1"})
-    assert store.load_last("s1", 0) == {"new": b"1"}
+    assert lasts(store, "s1", 0) == [{"new": b"1"}]
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

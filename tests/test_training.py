@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import time
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -15,19 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from models.awd_lstm import AWDLSTM, Masks
+import trials.training
+from models.awd_lstm import AWDLSTM, Masks, Pass, State
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
 from regularizers.table import REGULARIZERS
 from tests.reference import reference_loss
+from trials.averaging import averaging_starts, learning_rate
 from trials.spec import TrainingConfig
 from trials.training import (
+    PAUSE_SHARE,
     STEPS_BETWEEN_CHECKS,
     Diverged,
     EpochResult,
     Ids,
     Training,
     evaluate,
+    evaluate_mc,
     window_lengths,
 )
 
@@ -64,7 +69,7 @@ def build_switching(epochs: int = 6, averaging: Literal["nt-asgd", "none"] = "nt
 
 
 def untimed(results: tuple[EpochResult, ...]) -> list[dict[str, Any]]:
-    return [asdict(replace(result, seconds=0.0)) for result in results]
+    return [asdict(replace(result, seconds=0.0, tokens_per_s=0.0)) for result in results]
 
 
 def assert_equal_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -148,15 +153,17 @@ def test_train_loss_is_the_mean_over_all_tokens_however_they_are_cut() -> None:
 
 
 class Recorder:
-    """Stands in for a model's draw_masks, and remembers what it drew."""
+    """Stands in for a model's draw_masks, and remembers what it drew for training."""
 
     def __init__(self, model: AWDLSTM) -> None:
         self.drawn: list[Masks] = []
         self._draw_masks = model.draw_masks
 
     def __call__(self, *arguments: Any) -> Masks:
-        self.drawn.append(self._draw_masks(*arguments))
-        return self.drawn[-1]
+        masks = self._draw_masks(*arguments)
+        if torch.is_grad_enabled():
+            self.drawn.append(masks)
+        return masks
 
 
 @pytest.mark.parametrize("name", sorted(REGULARIZERS))
@@ -267,6 +274,164 @@ def test_evaluation_leaves_no_trace(model: AWDLSTM) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+# --- Monte Carlo evaluation
+
+
+def probabilities(model: AWDLSTM, masks: Masks | None) -> Tensor:
+    """Of every next word of VALID, in one window: (T,)."""
+    ids_T1 = torch.from_numpy(VALID.astype(np.int64)).unsqueeze(1)
+    logits_TV = model.decode(model(ids_T1[:-1], model.zero_state(1), masks).dropped_TBH)[:, 0]
+    return logits_TV.softmax(1).gather(1, ids_T1[1:])[:, 0].detach()
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_mc_evaluation_is_that_of_the_mean_of_the_probabilities(
+    model: AWDLSTM, monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    model.config = replace(MODEL, locked=locked)
+    drawn: list[Masks] = []
+    draw_masks = model.draw_masks
+
+    def recording(*arguments: Any) -> Masks:
+        drawn.append(draw_masks(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(model, "draw_masks", recording)
+    loss = evaluate_mc(model, VALID, masks=3, seed=1, window=100)
+    assert len(drawn) == 3
+    mean_T = torch.stack([probabilities(model, masks) for masks in drawn]).mean(0)
+    assert loss == pytest.approx(-mean_T.log().mean().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 7, 99, 128])
+def test_locked_masks_are_held_along_the_whole_stream_whatever_the_window(
+    model: AWDLSTM, window: int
+) -> None:
+    assert evaluate_mc(model, VALID, 2, 1, window) == pytest.approx(evaluate_mc(model, VALID, 2, 1), abs=1e-5)
+
+
+def test_windows_that_end_early_cut_masks_that_are_not_locked(model: AWDLSTM) -> None:
+    model.config = replace(MODEL, locked=False)
+    assert math.isfinite(evaluate_mc(model, VALID, masks=2, seed=1, window=7))
+
+
+def test_mc_evaluation_depends_on_the_seed_and_on_nothing_else(model: AWDLSTM) -> None:
+    one = evaluate_mc(model, VALID, masks=2, seed=1)
+    torch.rand(3)
+    assert evaluate_mc(model, VALID, masks=2, seed=1) == one
+    assert evaluate_mc(model, VALID, masks=2, seed=2) != one
+
+
+@pytest.mark.parametrize("masks", [1, 5])
+def test_where_nothing_is_dropped_mc_evaluation_is_evaluation(masks: int) -> None:
+    model = AWDLSTM(KEPT, V, torch.Generator().manual_seed(1))
+    assert evaluate_mc(model, VALID, masks, seed=1) == pytest.approx(evaluate(model, VALID), abs=1e-6)
+
+
+# --- the learning rate and the state
+
+
+def test_on_a_plateau_the_rate_falls_for_good_and_the_training_that_goes_on_knows() -> None:
+    config = replace(CONFIG, epochs=8, lr_schedule="plateau", lr_patience=2, lr_factor=0.5, lr=40.0, clip=2.0)
+    whole = build(config)
+    states = {result.epoch: training_state for result in whole.epochs() if (training_state := whole.state())}
+    losses = [result.valid_loss for result in whole.history]
+    rates = [learning_rate(40.0, losses[:epoch], 2, 0.5) for epoch in range(8)]
+    assert [result.lr for result in whole.history] == rates
+    assert len(set(rates)) > 1
+    resumed = build(config)
+    resumed.load_state(*saved_and_read(states[4]))
+    list(resumed.epochs())
+    assert untimed(resumed.history) == untimed(whole.history)
+
+
+def test_the_rate_of_the_schedule_is_the_one_that_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One window an epoch, and weight decay alone, which shrinks the weights by lr * weight_decay."""
+    losses = iter([3.0, 3.0, 3.0, 2.0])
+    monkeypatch.setattr(trials.training, "evaluate", lambda model, ids: next(losses))
+    config = replace(CONFIG, epochs=4, bptt=50, windows="fixed", lr=1.0, clip=1e-9, weight_decay=0.01)
+    config = replace(config, lr_schedule="plateau", lr_patience=1, lr_factor=0.5)
+    training = build(config, Regularization(), KEPT, train=TRAIN[: 3 * 51])
+    before = training.weights_to_use()["embedding"]
+    for result in training.epochs():
+        after = training.weights_to_use()["embedding"]
+        torch.testing.assert_close(after, before * (1 - 0.01 * result.lr), rtol=1e-6, atol=1e-7)
+        before = after
+    assert [result.lr for result in training.history] == [1, 1, 0.5, 0.25]
+
+
+class States:
+    """Stands in for a model, and remembers whether its passes in training started from a zero state."""
+
+    def __init__(self, training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.zero: list[bool] = []
+        forward = training.model.forward
+
+        def watching(tokens_TB: Tensor, state: State, masks: Masks | None) -> Pass:
+            if torch.is_grad_enabled():
+                self.zero.append(all(not h.any() and not c.any() for h, c in state))
+            return forward(tokens_TB, state, masks)
+
+        monkeypatch.setattr(training.model, "forward", watching)
+
+
+@pytest.mark.parametrize(("p", "low", "high"), [(0.0, 0.0, 0.0), (0.3, 0.2, 0.4), (0.999, 0.97, 1.0)])
+def test_windows_start_from_a_zero_state_as_often_as_asked(
+    monkeypatch: pytest.MonkeyPatch, p: float, low: float, high: float
+) -> None:
+    config = replace(CONFIG, epochs=1, state_reset_p=p)
+    training = build(config, Regularization(), train=text(9000, 1))
+    states = States(training, monkeypatch)
+    list(training.epochs())
+    first, *later = states.zero
+    assert first
+    assert low <= sum(later) / len(later) <= high
+
+
+def test_both_passes_start_from_the_reset_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = build(replace(CONFIG, epochs=1, state_reset_p=0.5))
+    states = States(training, monkeypatch)
+    list(training.epochs())
+    assert states.zero[::2] == states.zero[1::2]
+    assert {True, False} == set(states.zero)
+
+
+# --- fine-tuning
+
+TUNING = replace(SWITCHING, averaging="from-start", epochs=40)
+
+
+def test_fine_tuning_starts_from_the_weights_that_it_is_given_and_averages_from_the_first_step() -> None:
+    given = build(seed=9).weights_to_use()
+    config = replace(TUNING, epochs=1, bptt=200, windows="fixed")
+    training = Training(MODEL, config, Regularization(), V, TRAIN, VALID, 1, weights=given)
+    assert_equal_weights(training.weights_to_use(), given)
+    (result,) = training.epochs()
+    assert result.averaged
+    # One window: the mean of one iterate.
+    assert_equal_weights(training.weights_to_use(), training.model.state_dict())
+
+
+def test_fine_tuning_ends_where_nt_asgd_would_begin_to_average() -> None:
+    training = build(TUNING, seed=5)
+    losses = [result.valid_loss for result in training.epochs()]
+    assert 1 < len(losses) < 40
+    stalled = [averaging_starts(loss, losses[:epoch], 0) for epoch, loss in enumerate(losses)]
+    assert stalled == [False] * (len(losses) - 1) + [True]
+    assert training.finished
+    assert list(training.epochs()) == []
+
+
+def test_fine_tuning_that_goes_on_equals_fine_tuning_that_never_stopped() -> None:
+    whole = build(TUNING, seed=5)
+    states = [whole.state() for _ in whole.epochs()]
+    resumed = build(TUNING, seed=5)
+    resumed.load_state(*saved_and_read(states[0]))
+    list(resumed.epochs())
+    assert untimed(resumed.history) == untimed(whole.history)
+    assert_equal_weights(resumed.weights_to_use(), whole.weights_to_use())
+
+
 # --- averaging
 
 
@@ -372,6 +537,44 @@ def test_training_that_goes_on_equals_training_that_never_stopped(
     assert untimed(resumed.history) == untimed(whole.history)
     assert_equal_weights(resumed.state()[0], whole.state()[0])
     assert_equal_weights(resumed.weights_to_use(), whole.weights_to_use())
+
+
+def test_training_goes_on_from_any_pause_within_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paused at every step; in the epoch before the switch and in the one after it, from each of them."""
+    monkeypatch.setattr(trials.training, "PAUSE_SHARE", 0)
+    whole, events = build_switching(epochs=5), []
+    for result in whole.run(pause_every_s=0):
+        events.append((result, whole.state()))
+    steps = whole.state()[1]["steps"]
+    assert len(events) == steps
+    assert whole.history[4].averaged
+    assert not whole.history[3].averaged
+    for result, state in events[-3 * steps // 5 :: 7]:
+        resumed = build_switching(epochs=5)
+        resumed.load_state(*saved_and_read(state))
+        assert ("under_way" in state[1]) == (result is None)
+        list(resumed.epochs())
+        assert untimed(resumed.history) == untimed(whole.history)
+        assert_equal_weights(resumed.state()[0], whole.state()[0])
+
+
+def test_pauses_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials.training, "PAUSE_SHARE", 0)
+    paused, whole = build(), build()
+    assert [result for result in paused.run(0) if result is not None] == list(paused.history)
+    list(whole.epochs())
+    assert untimed(paused.history) == untimed(whole.history)
+
+
+def test_pauses_take_a_small_share_of_the_time() -> None:
+    training, began = build(replace(CONFIG, epochs=1), train=text(9000, 1)), time.monotonic()
+    paused = 0.0
+    for result in training.run(pause_every_s=0):
+        if result is None:
+            before = time.monotonic()
+            time.sleep(0.02)
+            paused += time.monotonic() - before
+    assert 0 < paused < 0.02 + (time.monotonic() - began) / PAUSE_SHARE
 
 
 def test_a_training_that_has_switched_can_go_back_to_before_the_switch(undisturbed: Undisturbed) -> None:

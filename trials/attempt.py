@@ -27,6 +27,7 @@ CPU_OUT_OF_MEMORY = "can't allocate memory"
 def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Generator[Report]:
     """Train a trial to its end, from its `last` checkpoint where there is one, and report every epoch.
 
+    In the middle of an epoch, too, `last` is saved now and then.
     The latest recorded epoch is reported again, and so is what was trained but never recorded.
     Whatever goes wrong inside the trial is the last report; nothing is raised.
     """
@@ -63,14 +64,18 @@ def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Repor
         task.device,
     )
     _resume(training, task, store)
-    for result in training.history[max(0, task.recorded_epochs - 1) :]:
-        yield _report(task, store, training, corpus, result)
-    for result in training.epochs():
-        _require_finite(result)
-        if result.is_best:  # before `last`: what `last` has seen, `best` never falls behind
-            store.save_best(task.sweep_id, task.number, best_checkpoint(training, task, corpus).files())
+    for earlier in training.history[max(0, task.recorded_epochs - 1) :]:
+        yield _report(task, store, training, corpus, earlier)
+    for result in training.run(task.checkpoint_every_s):
+        if result is not None:
+            _require_finite(result)
+            # Before `last`: what `last` has seen, `best` never falls behind. Nor does it fall behind the
+            # record, where no `last` could be read and epochs are trained again.
+            if result.is_best and result.epoch >= task.best_epoch:
+                store.save_best(task.sweep_id, task.number, best_checkpoint(training, task, corpus).files())
         store.save_last(task.sweep_id, task.number, pack_state(*training.state()))
-        yield _report(task, store, training, corpus, result)
+        if result is not None:
+            yield _report(task, store, training, corpus, result)
 
 
 def _require_finite(result: EpochResult) -> None:
@@ -98,13 +103,17 @@ def best_checkpoint(training: Training, task: Task, corpus: Corpus) -> BestCheck
 
 
 def _resume(training: Training, task: Task, store: CheckpointStore) -> None:
-    """Go on from `last`. Without a readable one the trial starts over, which ends in the same weights."""
-    try:
-        files = store.load_last(task.sweep_id, task.number)
-        if files is not None:
-            training.load_state(*unpack_state(files, "last.tar"))
-    except CorruptCheckpoint:
-        store.discard_last(task.sweep_id, task.number)
+    """Go on from `last`, or from the one before it where that cannot be read.
+
+    Without a readable one the trial starts over, which ends in the same weights.
+    """
+    for files in store.load_last(task.sweep_id, task.number):
+        try:
+            return training.load_state(*unpack_state(files, "last.tar"))
+        except (CorruptCheckpoint, ValueError):  # a state of another version of this program
+            continue
+    store.discard_last(task.sweep_id, task.number)
+    return None
 
 
 def _report(
@@ -113,7 +122,7 @@ def _report(
     best = min(training.history[: result.epoch], key=lambda earlier: earlier.valid_loss)
     return Report(
         epoch=asdict(result),
-        finished=result.epoch == task.config.training.epochs,
+        finished=training.finished and result.epoch == len(training.history),
         best_epoch=best.epoch,
         best_valid_loss=best.valid_loss,
         checkpoint_sha256=store.best_sha256(task.sweep_id, task.number)

@@ -1,6 +1,10 @@
-"""NT-ASGD (Merity et al. 2017, algorithm 1): SGD that averages its iterates once validation stalls."""
+"""What validation losses decide: when averaging begins (NT-ASGD), and the learning rate.
+
+NT-ASGD (Merity et al. 2017, algorithm 1) is SGD that averages its iterates once validation stalls.
+"""
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
@@ -17,6 +21,20 @@ def averaging_starts(valid_loss: float, earlier_losses: Sequence[float], interva
     """
     long_ago = earlier_losses[: max(0, len(earlier_losses) - interval)]
     return bool(long_ago) and valid_loss > min(long_ago)
+
+
+def learning_rate(initial: float, losses: Sequence[float], patience: int, factor: float) -> float:
+    """The rate after epochs with these validation losses.
+
+    It is multiplied by `factor` after each `patience` epochs in a row without a new lowest loss (Zolna et al.
+    2018, §5, footnote).
+    """
+    lr, best, waited = initial, math.inf, 0
+    for loss in losses:
+        best, waited = (loss, 0) if loss < best else (best, waited + 1)
+        if waited == patience:
+            lr, waited = lr * factor, 0
+    return lr
 
 
 class RunningMean(Generic[Module]):

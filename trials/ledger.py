@@ -57,6 +57,9 @@ class Task:
     corpus: CorpusSpec
     device: str
     recorded_epochs: int
+    best_epoch: int = 0
+    """The best one on record; 0 before the first."""
+    checkpoint_every_s: float = 60.0
     corpus_sha256: dict[str, str] | None = None
     """Digests of the text that the sweep began with; None before its first epoch."""
 
@@ -164,6 +167,8 @@ class StudyLedger:
             corpus=self._spec.corpus,
             device="cuda" if self._spec.resources.gpus else "cpu",
             recorded_epochs=self._journal.recorded_epochs(trial.number),
+            best_epoch=trial.user_attrs.get("best_epoch", 0),
+            checkpoint_every_s=self._spec.retry.checkpoint_every_s,
             corpus_sha256=self._study.user_attrs.get("corpus_sha256"),
         )
 
@@ -194,7 +199,7 @@ class StudyLedger:
     def _record_epoch(self, trial: Trial, task: Task, report: Report, epoch: Mapping[str, Any]) -> None:
         if report.corpus_sha256 and "corpus_sha256" not in self._study.user_attrs:
             self._study.set_user_attr("corpus_sha256", report.corpus_sha256)
-        if report.best_epoch == epoch["epoch"]:
+        if report.best_epoch == epoch["epoch"] >= task.best_epoch:  # epochs may be trained again
             trial.set_user_attr("best_epoch", report.best_epoch)
             trial.set_user_attr("best_valid_loss", report.best_valid_loss)
             trial.set_user_attr("checkpoint_sha256", report.checkpoint_sha256)

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError, to_json
 
-from models.config import AWDLSTMConfig
+from models.config import AWDLSTMConfig, Rate
 from regularizers.config import Regularization
 from trials.corpora import CorpusSpec
 from trials.presets import PRESETS
@@ -65,8 +65,16 @@ class TrainingConfig:
     """Largest global norm of the gradient."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 1.2e-6
     """L2 on every parameter."""
-    averaging: Literal["nt-asgd", "none"] = "nt-asgd"
-    """Non-monotonically triggered averaging of the iterates, or none."""
+    lr_schedule: Literal["constant", "plateau"] = "constant"
+    """`plateau` multiplies lr by lr_factor whenever lr_patience epochs in a row bring no better loss."""
+    lr_patience: Annotated[int, Field(ge=1)] = 20
+    """In epochs."""
+    lr_factor: Annotated[FiniteFloat, Field(gt=0, lt=1)] = 0.1
+    state_reset_p: Rate = 0.0
+    """Probability that a window starts from a zero state in place of the one carried along."""
+    averaging: Literal["nt-asgd", "none", "from-start"] = "nt-asgd"
+    """Non-monotonically triggered averaging of the iterates, or none; `from-start`, which is fine-tuning,
+    averages from the first step and ends where nt-asgd would begin to."""
     non_monotone_interval: Annotated[int, Field(ge=0)] = 5
     """n of NT-ASGD, in epochs."""
 
@@ -189,6 +197,9 @@ FailureClass = Literal["diverged", "out_of_memory", "infrastructure", "user_erro
 class Retry(Wire):
     max_failures: Annotated[int, Field(ge=0, le=100)] = 3
     """How often a trial is tried again after its worker died."""
+    checkpoint_every_s: Annotated[FiniteFloat, Field(gt=0)] = 60
+    """Seconds of training that may have to be done again, at most: a trial in the middle of an epoch saves so
+    often what it needs to go on; less often where saving would cost more than 2.5 % of the time."""
 
 
 Pruner = Annotated[NoPruner | SuccessiveHalving, Field(discriminator="name")]

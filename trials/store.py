@@ -8,7 +8,8 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -16,31 +17,43 @@ import fsspec
 
 SUMS = "SHA256SUMS"
 
+LASTS = ("last.tar", "previous.tar")
+"""States to go on with, the newer one first."""
+
 
 class CorruptCheckpoint(Exception):
     """The file is no checkpoint, or is not what was written."""
 
 
 class CheckpointStore:
-    """`{url}/{sweep}/t00042/last.tar` (to go on with) and `best.tar` (to use), for each trial of a sweep."""
+    """`{url}/{sweep}/t00042/last.tar` (to go on with) and `best.tar` (to use), for each trial of a sweep.
+
+    Beside `last.tar` lies the one before it, `previous.tar`, to be used where `last.tar` cannot be read.
+    """
 
     def __init__(self, url: str) -> None:
         self._files, self._root = fsspec.core.url_to_fs(url)
 
     def save_last(self, sweep_id: str, number: int, files: Mapping[str, bytes]) -> None:
-        self._write(self._path(sweep_id, number, "last.tar"), pack(files))
+        last, previous = (self._path(sweep_id, number, name) for name in LASTS)
+        if self._files.exists(last):
+            self._files.mv(last, previous)
+        self._write(last, pack(files))
 
-    def load_last(self, sweep_id: str, number: int) -> dict[str, bytes] | None:
-        """The files of `last`, None if there is none. Raises CorruptCheckpoint."""
-        path = self._path(sweep_id, number, "last.tar")
-        if not self._files.exists(path):
-            return None
-        return unpack(self._files.cat_file(path), path)
+    def load_last(self, sweep_id: str, number: int) -> Iterator[dict[str, bytes]]:
+        """The files of `last`, then of the one before it; what is missing or unreadable is left out."""
+        for name in LASTS:
+            path = self._path(sweep_id, number, name)
+            try:
+                files = unpack(self._files.cat_file(path), path)
+            except (FileNotFoundError, CorruptCheckpoint):
+                continue
+            yield files
 
     def discard_last(self, sweep_id: str, number: int) -> None:
-        path = self._path(sweep_id, number, "last.tar")
-        if self._files.exists(path):
-            self._files.rm_file(path)
+        for name in LASTS:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(self._path(sweep_id, number, name))
 
     def save_best(self, sweep_id: str, number: int, files: Mapping[str, bytes]) -> str:
         """Replace the trial's best checkpoint; returns its SHA-256."""

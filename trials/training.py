@@ -1,17 +1,18 @@
 """One trial's training: a generator of epochs that knows no Ray, no Optuna and no path.
 
 Nothing random is carried along: the initial weights, the windows of an epoch and the masks of a step are
-functions of the seed and of where they are used. So training that goes on from a saved state equals training
-that never stopped.
+functions of the seed and of where they are used. So training that goes on from a saved state, be it one from
+the middle of an epoch, equals training that never stopped.
 
 T time steps, B batch.
 """
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,15 @@ from models.awd_lstm import AWDLSTM, Masks, Pass, State
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
 from regularizers.losses import loss_parts
-from trials.averaging import RunningMean, averaging_starts
+from trials.averaging import RunningMean, averaging_starts, learning_rate
+from trials.dynamics import COLUMNS, STEPS, prediction_dynamics
 from trials.perplexity import perplexity
 from trials.spec import TrainingConfig
 
 Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
 """A split as one stream of word ids."""
 
-INITIAL_WEIGHTS, WINDOWS, MASKS = range(3)
+INITIAL_WEIGHTS, WINDOWS, MASKS, STATE_RESETS, DYNAMICS, MC_MASKS = range(6)
 """What a random stream is for: the second part of its key, after the seed."""
 
 STEPS_BETWEEN_CHECKS = 50
@@ -42,8 +44,17 @@ DIVERGED_ABOVE = 1e6
 EVALUATION_WINDOW = 128
 """Time steps evaluated at once: enough for efficient matrix products, few enough to stay in a cache."""
 
+PAUSE_SHARE = 40
+"""A pause is followed by training for so many times its length: pauses cost 2.5 % of the time at most."""
+
+STATE_VERSION = 2
+"""Of what `Training.state` returns."""
+
 MEASURED = ("optimised", "train_loss", "penalty", "ar", "tar", "gradient_norm")
 """What each step measures: fields of EpochResult."""
+
+UNDER_WAY = ("windows", "sums", "seconds")
+"""What of an epoch under way is kept as values."""
 
 
 class Diverged(Exception):
@@ -67,15 +78,26 @@ class EpochResult:
     penalty: float
     """The regularizer's, not scaled by kappa; likewise ar by alpha and tar by beta."""
     ar: float
+    """Mean hidden activation |m * h|^2 / d of the last layer, m its dropout mask."""
     tar: float
     optimised: float
     """Target loss plus everything added to it."""
     gradient_norm: float
     """Before clipping."""
+    lr: float
+    """Learning rate of a window of bptt steps."""
+    pair_difference: float
+    """R_FD / m on text of the validation split, of the weights that training goes on with."""
+    prediction_variance: float
+    """Variance of a logit under the masks: by Remark 1, half of pair_difference."""
+    expectation_gap: float
+    """R_ELD / m: by Proposition 1, at least a quarter of pair_difference."""
     tokens: int
     """Predicted tokens trained on."""
+    tokens_per_s: float
+    """While training: without validation and pauses."""
     seconds: float
-    """Wall-clock time, validation included."""
+    """Wall-clock time, validation included, pauses not."""
     is_best: bool
     """Whether valid_loss is lower than in every earlier epoch."""
 
@@ -89,18 +111,55 @@ def evaluate(model: AWDLSTM, ids: Ids, window: int = EVALUATION_WINDOW) -> float
 
     The window bounds memory and does not change the result. Raises ValueError if there is nothing to predict.
     """
+    total = torch.zeros((), dtype=torch.float64, device=model.decoder_bias.device)
+    for (log_p_T,) in _target_log_probabilities(model, ids, [None], window):
+        total -= log_p_T.sum()
+    return total.item() / (len(ids) - 1)
+
+
+def evaluate_mc(model: AWDLSTM, ids: Ids, masks: int, seed: int, window: int = EVALUATION_WINDOW) -> float:
+    """The same of the mean, over `masks` samples of the masks, of the probabilities: MC-eval.
+
+    Each sample's masks stay what they are along the whole stream (Zolna et al. 2018, appendix, "sequence
+    averaging"); where they are not locked, for as long as a window. A mean over one sample, too, drops.
+    """
+    generator = torch.Generator(model.decoder_bias.device).manual_seed(_key(seed, MC_MASKS))
+    drawn = [model.draw_masks(1, window, generator) for _ in range(masks)]
+    total = torch.zeros((), dtype=torch.float64, device=model.decoder_bias.device)
+    for log_p_KT in _target_log_probabilities(model, ids, drawn, window):
+        total -= (log_p_KT.logsumexp(0) - math.log(masks)).sum()
+    return total.item() / (len(ids) - 1)
+
+
+@torch.no_grad()
+def _target_log_probabilities(
+    model: AWDLSTM, ids: Ids, masks: Sequence[Masks | None], window: int
+) -> Iterator[Tensor]:
+    """log p(next token) of a stream, (K, T) for each window: K passes with masks and states of their own."""
     _require_two_tokens("the stream to evaluate", ids)
     tokens_T1 = _tokens(ids, model.decoder_bias.device).unsqueeze(1)
-    total = torch.zeros((), dtype=torch.float64, device=tokens_T1.device)
-    state = model.zero_state(1)
-    with torch.no_grad():
-        for start in range(0, len(tokens_T1) - 1, window):
-            inputs_T1, targets_T1 = _window(tokens_T1, start, window)
-            result = model(inputs_T1, state, None)
-            state = result.state
-            logits_TV = model.decode(result.dropped_TBH).squeeze(1)
-            total += F.cross_entropy(logits_TV, targets_T1.squeeze(1), reduction="sum")
-    return total.item() / (len(ids) - 1)
+    states = [model.zero_state(1)] * len(masks)
+    for start in range(0, len(tokens_T1) - 1, window):
+        inputs_T1, targets_T1 = _window(tokens_T1, start, window)
+        cut = [each and _cut(each, len(inputs_T1)) for each in masks]
+        results = [model(inputs_T1, *each) for each in zip(states, cut, strict=True)]
+        states = [result.state for result in results]
+        logits = (model.decode(result.dropped_TBH).squeeze(1) for result in results)
+        yield torch.stack(
+            [
+                -F.cross_entropy(logits_TV, targets_T1.squeeze(1), reduction="none").double()
+                for logits_TV in logits
+            ]
+        )
+
+
+def _cut(masks: Masks, length: int) -> Masks:
+    """For a window that may be shorter; locked masks stay as they are."""
+
+    def cut(mask_TBH: Tensor | None) -> Tensor | None:
+        return None if mask_TBH is None else mask_TBH[:length]
+
+    return dataclasses.replace(masks, input_TBE=cut(masks.input_TBE), output_TBH=cut(masks.output_TBH))
 
 
 def window_lengths(steps: int, config: TrainingConfig, rng: np.random.Generator) -> list[int]:
@@ -122,8 +181,20 @@ def _random_length(bptt: int, rng: np.random.Generator) -> int:
     return max(5, min(int(rng.normal(base, 5)), int(base + 10)))
 
 
+@dataclass
+class _UnderWay:
+    """How far an epoch has come."""
+
+    state: State
+    """That the next window starts from."""
+    windows: int = 0
+    sums: list[float] = field(default_factory=lambda: [0.0] * len(MEASURED))
+    """Of each of MEASURED, times the length of its window."""
+    seconds: float = 0.0
+
+
 class Training:
-    """Trains one model; between two epochs, `state` has all that a new Training needs to go on from there.
+    """Trains one model; at a pause and after an epoch, `state` has all that a new Training needs to go on.
 
     Raises ValueError if the training split is too short for the batch size, or the validation split is.
     """
@@ -138,7 +209,9 @@ class Training:
         valid_ids: Ids,
         seed: int,
         device: str | torch.device = "cpu",
+        weights: dict[str, Tensor] | None = None,
     ) -> None:
+        """Starts from `weights`, a state dict of the model, where they are given: fine-tuning does."""
         _require_two_tokens("the validation split", valid_ids)
         self._config = training_config
         self._regularization = regularization
@@ -148,28 +221,45 @@ class Training:
         self._columns_TB = _columns(_tokens(train_ids, self._device), training_config.batch_size)
         generator = torch.Generator().manual_seed(_key(seed, INITIAL_WEIGHTS))
         self.model = AWDLSTM(model_config, vocabulary_size, generator).to(self._device)
+        if weights is not None:
+            self.model.load_state_dict(weights)
         self._optimiser = torch.optim.SGD(
             self.model.parameters(),
             lr=training_config.lr,
             weight_decay=training_config.weight_decay,
             fused=True,
         )
-        self._average: RunningMean[AWDLSTM] | None = None
+        from_start = training_config.averaging == "from-start"
+        self._average = RunningMean(self.model) if from_start else None
         self._steps = 0
         self._history: list[EpochResult] = []
+        self._under_way: _UnderWay | None = None
 
     @property
     def history(self) -> tuple[EpochResult, ...]:
         return tuple(self._history)
 
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done, or fine-tuning has converged."""
+        if len(self._history) >= self._config.epochs:
+            return True
+        return self._config.averaging == "from-start" and bool(self._history) and self._has_stalled()
+
     def epochs(self) -> Iterator[EpochResult]:
         """Train from where the state stands to the last epoch. Raises Diverged in place of an epoch."""
-        while len(self._history) < self._config.epochs:
-            result = self._run_epoch(len(self._history) + 1)
-            if self._average is None and self._switches_after(result):
-                self._average = RunningMean(self.model)
-            self._history.append(result)
-            yield result
+        return (result for result in self.run() if result is not None)
+
+    def run(self, pause_every_s: float = math.inf) -> Iterator[EpochResult | None]:
+        """As `epochs`, with a None about so often in the middle of an epoch: a moment to save the state.
+
+        What the caller takes for a pause is watched: it never comes to more than 1 / PAUSE_SHARE of the time.
+        """
+        while not self.finished:
+            if self._under_way is None:
+                self._under_way = _UnderWay(self.model.zero_state(self._config.batch_size))
+            yield from self._train(self._under_way, pause_every_s)
+            yield self._end_epoch(self._under_way)
 
     def weights_to_use(self) -> dict[str, Tensor]:
         """A copy of what is validated, saved and tested: the averaged weights once there are any."""
@@ -179,16 +269,27 @@ class Training:
         """A copy of all that is needed to go on bit for bit: unshared tensors, and values for JSON."""
         modules: dict[str, nn.Module] = {"model": self.model}
         values: dict[str, Any] = {
+            "version": STATE_VERSION,
             "steps": self._steps,
             "history": [dataclasses.asdict(epoch) for epoch in self._history],
         }
         if self._average is not None:
             modules["average"] = self._average.module
             values["averaged_steps"] = self._average.count
-        return _copied(nn.ModuleDict(modules)), values
+        tensors = _copied(nn.ModuleDict(modules))
+        if (under_way := self._under_way) is not None:
+            values["under_way"] = {name: getattr(under_way, name) for name in UNDER_WAY}
+            for layer, (h, c) in enumerate(under_way.state):
+                tensors |= {f"state.{layer}.h": h.clone(), f"state.{layer}.c": c.clone()}
+        return tensors, values
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Go on from what `state` returned; all but `epochs` must be as it was there."""
+        """Go on from what `state` returned; all but `epochs` must be as it was there.
+
+        Raises ValueError if another version of this program wrote it.
+        """
+        if (version := values.get("version")) != STATE_VERSION:
+            raise ValueError(f"a training state of version {version}; this program reads {STATE_VERSION}")
         self.model.load_state_dict(_below("model.", tensors))
         self._average = None
         if "averaged_steps" in values:
@@ -197,46 +298,109 @@ class Training:
             self._average.count = values["averaged_steps"]
         self._steps = values["steps"]
         self._history = [EpochResult(**epoch) for epoch in values["history"]]
+        self._under_way = None
+        if "under_way" in values:
+            carried = (
+                (tensors[f"state.{i}.h"], tensors[f"state.{i}.c"]) for i in range(len(self.model.lstms))
+            )
+            state = tuple((h.to(self._device), c.to(self._device)) for h, c in carried)
+            self._under_way = _UnderWay(state, **values["under_way"])
 
-    def _switches_after(self, result: EpochResult) -> bool:
-        earlier = [epoch.valid_loss for epoch in self._history]
-        interval = self._config.non_monotone_interval
-        return self._config.averaging == "nt-asgd" and averaging_starts(result.valid_loss, earlier, interval)
+    def _has_stalled(self) -> bool:
+        """The non-monotone trigger, after the latest epoch."""
+        *earlier, latest = [epoch.valid_loss for epoch in self._history]
+        return averaging_starts(latest, earlier, self._config.non_monotone_interval)
 
-    def _run_epoch(self, epoch: int) -> EpochResult:
-        started = time.perf_counter()
-        means = self._train(epoch)
+    def _learning_rate(self) -> float:
+        """Of the epoch that is next or under way."""
+        config = self._config
+        if config.lr_schedule == "constant":
+            return config.lr
+        losses = [epoch.valid_loss for epoch in self._history]
+        return learning_rate(config.lr, losses, config.lr_patience, config.lr_factor)
+
+    def _train(self, under_way: _UnderWay, pause_every_s: float) -> Iterator[None]:
+        """One pass over the training split, or the rest of it; a pause now and then."""
+        epoch = len(self._history) + 1
+        lengths, resets = self._windows_of(epoch)
+        lr, pause_at = self._learning_rate(), time.monotonic() + pause_every_s
+        while (done := under_way.windows) < len(lengths):
+            self._take_steps(under_way, lengths[done:], resets[done:], sum(lengths[:done]), lr, pause_at)
+            if (began := time.monotonic()) >= pause_at and under_way.windows < len(lengths):
+                yield
+                ended = time.monotonic()
+                pause_at = ended + max(pause_every_s, PAUSE_SHARE * (ended - began))
+
+    def _windows_of(self, epoch: int) -> tuple[list[int], list[bool]]:
+        """The lengths of an epoch's windows, and which of them start from a zero state."""
+        rng = np.random.default_rng([self._seed, WINDOWS, epoch])
+        lengths = window_lengths(len(self._columns_TB) - 1, self._config, rng)
+        chances = np.random.default_rng([self._seed, STATE_RESETS, epoch]).random(len(lengths))
+        return lengths, (chances < self._config.state_reset_p).tolist()
+
+    def _take_steps(
+        self,
+        under_way: _UnderWay,
+        lengths: Sequence[int],
+        resets: Sequence[bool],
+        start: int,
+        lr: float,
+        until: float,
+    ) -> None:
+        """Take one step a window from time step `start` on, till the next check or pause is due.
+
+        Raises Diverged at a loss without sense.
+        """
+        began, measured = time.perf_counter(), []
+        for length, reset in itertools.islice(zip(lengths, resets, strict=True), STEPS_BETWEEN_CHECKS):
+            if reset:
+                under_way.state = self.model.zero_state(self._config.batch_size)
+            inputs_TB, targets_TB = _window(self._columns_TB, start, length)
+            row, under_way.state = self._step(inputs_TB, targets_TB, under_way.state, lr)
+            measured.append(row)
+            start += length
+            if time.monotonic() >= until:
+                break
+        for length, row in zip(lengths, torch.stack(measured).tolist(), strict=False):
+            under_way.windows += 1
+            if not row[0] <= DIVERGED_ABOVE:  # NaN, too
+                where = f"step {under_way.windows} of epoch {len(self._history) + 1}"
+                raise Diverged(f"the loss is {row[0]} at {where}")
+            under_way.sums = [total + length * x for total, x in zip(under_way.sums, row, strict=True)]
+        under_way.seconds += time.perf_counter() - began
+
+    def _end_epoch(self, under_way: _UnderWay) -> EpochResult:
+        """Validate, and put the epoch into the history."""
+        began, epoch = time.perf_counter(), len(self._history) + 1
         raw_valid_loss = self._validate(epoch, self.model)
         valid_loss = raw_valid_loss if self._average is None else self._validate(epoch, self._average.module)
-        return EpochResult(
+        measured = [total / (len(self._columns_TB) - 1) for total in under_way.sums]
+        tokens = self._columns_TB[1:].numel()
+        result = EpochResult(
             epoch=epoch,
             valid_loss=valid_loss,
             raw_valid_loss=raw_valid_loss,
             averaged=self._average is not None,
-            tokens=self._columns_TB[1:].numel(),
-            seconds=time.perf_counter() - started,
+            lr=self._learning_rate(),
+            tokens=tokens,
+            tokens_per_s=tokens / under_way.seconds,
             is_best=all(valid_loss < earlier.valid_loss for earlier in self._history),
-            **means,
+            **dict(zip(MEASURED, measured, strict=True)),
+            **self._dynamics(epoch),
+            seconds=under_way.seconds + time.perf_counter() - began,
         )
+        self._history.append(result)
+        self._under_way = None
+        if self._average is None and self._config.averaging == "nt-asgd" and self._has_stalled():
+            self._average = RunningMean(self.model)
+        return result
 
-    def _train(self, epoch: int) -> dict[str, float]:
-        """One pass over the training split; the token-weighted mean of each of MEASURED."""
-        rng = np.random.default_rng([self._seed, WINDOWS, epoch])
-        lengths = window_lengths(len(self._columns_TB) - 1, self._config, rng)
-        rows = list(_finite_rows(epoch, self._steps_over(lengths)))
-        return dict(zip(MEASURED, np.average(rows, axis=0, weights=lengths).tolist(), strict=True))
+    def _dynamics(self, epoch: int) -> dict[str, float]:
+        generator = torch.Generator(self._device).manual_seed(_key(self._seed, DYNAMICS, epoch))
+        tokens_N = _tokens(self._valid_ids[: COLUMNS * STEPS], self._device)
+        return dataclasses.asdict(prediction_dynamics(self.model, tokens_N, generator))
 
-    def _steps_over(self, lengths: Sequence[int]) -> Iterator[Tensor]:
-        """Take one step a window, from a zero state; yield the values of MEASURED for each."""
-        state = self.model.zero_state(self._config.batch_size)
-        start = 0
-        for length in lengths:
-            inputs_TB, targets_TB = _window(self._columns_TB, start, length)
-            measured, state = self._step(inputs_TB, targets_TB, state)
-            start += length
-            yield measured
-
-    def _step(self, inputs_TB: Tensor, targets_TB: Tensor, state: State) -> tuple[Tensor, State]:
+    def _step(self, inputs_TB: Tensor, targets_TB: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
         """Both passes start from `state`; the first one's final state is returned."""
         first: Pass = self.model(inputs_TB, state, self._draw_masks(inputs_TB, 1))
         second = self._second_pass(inputs_TB, state)
@@ -245,7 +409,7 @@ class Training:
         torch.autograd.backward(parts.total)
         gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip)
         for group in self._optimiser.param_groups:
-            group["lr"] = self._config.lr * len(inputs_TB) / self._config.bptt
+            group["lr"] = lr * len(inputs_TB) / self._config.bptt
         self._optimiser.step()
         if self._average is not None:
             self._average.update(self.model)
@@ -274,17 +438,6 @@ class Training:
         if not loss <= DIVERGED_ABOVE:
             raise Diverged(f"the validation loss is {loss} after step {self._steps} of epoch {epoch}")
         return loss
-
-
-def _finite_rows(epoch: int, measured: Iterator[Tensor]) -> Iterator[list[float]]:
-    """The rows as numbers, fetched from the device by blocks. Raises Diverged at a loss without sense."""
-    step = 0
-    while block := list(itertools.islice(measured, STEPS_BETWEEN_CHECKS)):
-        for row in torch.stack(block).tolist():
-            step += 1
-            if not row[0] <= DIVERGED_ABOVE:  # NaN, too
-                raise Diverged(f"the loss is {row[0]} at step {step} of epoch {epoch}")
-            yield row
 
 
 def _require_two_tokens(what: str, ids: Ids) -> None:
