@@ -61,6 +61,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 DataDir = Annotated[
     Path, typer.Option(envvar="FRATERNAL_DATA_DIR", help="Where corpora and checkpoints are kept.")
 ]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")]
 Overrides = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=JSON", help="Replace a value, say `training.epochs=3`; repeatable."),
@@ -240,6 +242,17 @@ def evaluate(
     check: Annotated[
         bool, typer.Option("--check", help="Fail unless the validation loss is the recorded one, to 1e-5.")
     ] = False,
+    mc: Annotated[
+        int | None,
+        typer.Option(
+            "--mc",
+            min=1,
+            metavar="K",
+            help="MC-eval: the mean of the probabilities under K samples of the masks, each held throughout.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the masks of --mc.")] = 0,
+    device: Device = "cpu",
     as_json: AsJson = False,
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
@@ -247,10 +260,18 @@ def evaluate(
 
     Example: `fraternal evaluate best.tar --split test`
     """
+    if check and mc:
+        raise typer.BadParameter("--check compares with the loss without dropout; leave out --mc")
     from service.local import check_recorded_loss, evaluate_file
 
     result = evaluate_file(
-        file, "valid" if check else split, parse_corpus(corpus) if corpus else None, data_dir
+        file,
+        "valid" if check else split,
+        parse_corpus(corpus) if corpus else None,
+        data_dir,
+        mc_masks=mc,
+        seed=seed,
+        device=device,
     )
     if as_json:
         print(json.dumps(result.to_json()))
@@ -276,10 +297,8 @@ def train(
     layers: Annotated[int | None, typer.Option(help="LSTM layers.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides initial weights, windows and masks.")] = 0,
     overrides: Overrides = [],  # noqa: B006
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
+    device: Device = "auto",
+    force: Force = False,
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
     """Train one configuration without the service; interrupting it keeps the best weights so far.
@@ -300,6 +319,54 @@ def train(
     }
     with_overrides(values, overrides)
     train_and_save(values, parse_corpus(corpus), seed, device, out, data_dir)
+
+
+@app.command()
+def finetune(
+    file: Annotated[Path, typer.Argument(metavar="FILE.tar", help="A best checkpoint.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the fine-tuned checkpoint goes.")] = Path(
+        "finetuned.tar"
+    ),
+    times: Annotated[int, typer.Option(min=1, help="How often in a row; the paper's table has 1 and 2.")] = 1,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Decides windows and masks; by default the checkpoint's own.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    device: Device = "auto",
+    force: Force = False,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Go on from a checkpoint with averaging from the first step until it converges; never ends up worse.
+
+    Example: `fraternal finetune best.tar --out finetuned.tar --times 2`
+    """
+    from service.local import finetune_and_save
+
+    _refuse_to_replace(out, force)
+    finetune_and_save(file, with_overrides({}, overrides), times, seed, device, out, data_dir)
+
+
+@app.command()
+def corpus(
+    source: Annotated[
+        str, typer.Argument(metavar="CORPUS", help="sotu, ptb, wikitext2, a directory, or JSON.")
+    ],
+    as_json: AsJson = False,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """What a corpus holds: tokens, vocabulary, how much of each split is <unk>, and digests.
+
+    Example: `fraternal corpus sotu`
+    """
+    from rich.console import Console
+
+    from service.texts import describe, to_json, to_rich
+
+    described = describe(parse_corpus(source), data_dir)
+    if as_json:
+        print(json.dumps(to_json(described), indent=2))
+    else:
+        Console().print(to_rich(described))
 
 
 @app.command()

@@ -1,31 +1,30 @@
-"""`fraternal train` and `fraternal evaluate`: one model on this machine, without a service. Loads torch."""
+"""`fraternal train`, `finetune` and `evaluate`: one model on this machine, without a service. Loads torch."""
 
-import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from rich.console import Console
 
 from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
 from service.errors import CommandFailed
-from service.problems import problems_in
 from service.progress import ProgressDisplay, of_training
+from service.texts import load, parse_corpus_spec, parse_strictly
 from trials.attempt import best_checkpoint
 from trials.checkpoints import BestCheckpoint, read_best, write_best
-from trials.corpora import INT32_MAX, SPLITS, Corpus, CorpusError, CorpusSpec, Split, load_corpus, resolved
+from trials.corpora import INT32_MAX, SPLITS, Corpus, CorpusSpec, Split
 from trials.ledger import Task
 from trials.perplexity import perplexity
 from trials.spec import TrialConfig
 from trials.store import CorruptCheckpoint
-from trials.training import Diverged, EpochResult, Training
+from trials.training import Diverged, Training, evaluate_mc
 from trials.training import evaluate as loss_of
 
 TOLERANCE = 1e-5
@@ -47,6 +46,8 @@ class Evaluation:
     """What the training run wrote beside the weights."""
     text_is_the_same: bool
     """Whether the split is, byte for byte, that of the training run."""
+    mc_masks: int | None = None
+    """Of MC-eval: how many samples of the masks the probabilities are a mean over; None drops nothing."""
 
     @property
     def perplexity(self) -> float:
@@ -54,8 +55,9 @@ class Evaluation:
 
     def line(self) -> str:
         unknown = f", {self.unknown} of them outside the vocabulary" if self.unknown else ""
+        mc = f", MC{self.mc_masks}" if self.mc_masks else ""
         return (
-            f"{self.split}: perplexity {self.perplexity:.4f}, loss {self.loss:.6f} nats per token "
+            f"{self.split}{mc}: perplexity {self.perplexity:.4f}, loss {self.loss:.6f} nats per token "
             f"({self.tokens} tokens{unknown})"
         )
 
@@ -64,27 +66,55 @@ class Evaluation:
         return {**asdict(self), "perplexity": self.perplexity if math.isfinite(self.perplexity) else None}
 
 
-def evaluate_file(file: Path, split: str, other_corpus: dict[str, Any] | None, data_dir: Path) -> Evaluation:
+def evaluate_file(
+    file: Path,
+    split: str,
+    other_corpus: dict[str, Any] | None,
+    data_dir: Path,
+    *,
+    mc_masks: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Evaluation:
     """Rebuild a model from its `best` file; evaluate it on its corpus or another. Raises CommandFailed."""
     if split not in SPLITS:
         raise CommandFailed(f"a split is one of {', '.join(SPLITS)}; found {split!r}")
-    try:
-        checkpoint = read_best(file)
-        own_corpus, own_sha256 = (checkpoint.config[name] for name in ("corpus", "corpus_sha256"))
-        recorded_valid_loss = checkpoint.metrics["valid_loss"]
-    except CorruptCheckpoint as error:
-        raise CommandFailed(str(error)) from error
-    except KeyError as error:
-        raise CommandFailed(f"{file} was not written by this program: it does not say its {error}") from error
-    model = rebuild(checkpoint)
-    corpus = _load(_with_every_word(_parse_corpus(other_corpus or own_corpus)), data_dir)
+    checkpoint = _read(file)
+    own_corpus, own_sha256 = (checkpoint.config[name] for name in ("corpus", "corpus_sha256"))
+    model = rebuild(checkpoint).to(usable_device(device))
+    corpus = load(_with_every_word(parse_corpus_spec(other_corpus or own_corpus)), data_dir)
     try:
         ids, unknown = checkpoint.vocabulary.encode(corpus.vocabulary.decode(_ids(corpus, split)))
-        loss = loss_of(model, ids)
+        loss = evaluate_mc(model, ids, mc_masks, seed) if mc_masks else loss_of(model, ids)
     except ValueError as error:
         raise CommandFailed(f"{file} cannot read the {split} split: {error}") from error
-    same = corpus.sha256[split] == own_sha256.get(split)
-    return Evaluation(str(file), split, len(ids) - 1, unknown, loss, recorded_valid_loss, same)
+    return Evaluation(
+        file=str(file),
+        split=split,
+        tokens=len(ids) - 1,
+        unknown=unknown,
+        loss=loss,
+        recorded_valid_loss=checkpoint.metrics["valid_loss"],
+        text_is_the_same=corpus.sha256[split] == own_sha256.get(split),
+        mc_masks=mc_masks,
+    )
+
+
+def _read(file: Path) -> BestCheckpoint:
+    """Raises CommandFailed where it is no checkpoint of ours."""
+    try:
+        checkpoint = read_best(file)
+    except CorruptCheckpoint as error:
+        raise CommandFailed(str(error)) from error
+    kept = {*checkpoint.config, *checkpoint.metrics}
+    missing = [
+        name
+        for name in ("model", "training", "regularization", "corpus", "corpus_sha256", "seed", "valid_loss")
+        if name not in kept
+    ]
+    if missing:
+        raise CommandFailed(f"{file} was not written by this program: it does not say its {missing[0]}")
+    return checkpoint
 
 
 def check_recorded_loss(result: Evaluation) -> str:
@@ -117,7 +147,7 @@ def train_and_save(
     values: dict[str, Any],
     corpus_values: dict[str, Any],
     seed: int,
-    device: str | None,
+    device: str,
     out: Path,
     data_dir: Path,
 ) -> None:
@@ -125,80 +155,113 @@ def train_and_save(
 
     Raises CommandFailed.
     """
-    config = _parse(TrialConfig, {"model": {}, "training": {}, "regularization": {}, **values})
-    source = _parse_corpus(corpus_values)
-    corpus = _load(source, data_dir)
-    where = _usable_device(device)
-    task = Task("", 0, 1, "", seed, config, source, where, 0)
+    config = parse_strictly(TrialConfig, {"model": {}, "training": {}, "regularization": {}, **values})
+    source = parse_corpus_spec(corpus_values)
+    task = Task("", 0, 1, "", seed, config, source, usable_device(device), 0)
+    corpus = load(source, data_dir)
     try:
         _train(task, corpus, out)
     except (Diverged, ValueError) as error:
         raise CommandFailed(str(error)) from error
-    for split in ("valid", "test"):
-        print(evaluate_file(out, split, None, data_dir).line())
-    print(f"saved: {out}")
+    _print_evaluations(out, data_dir, device)
 
 
-def _usable_device(asked: str | None) -> str:
-    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    if asked not in (None, *there):
-        raise CommandFailed(f"device {asked!r} cannot be used here; there is: {', '.join(there)}")
-    return asked or there[-1]
+def finetune_and_save(
+    file: Path, values: dict[str, Any], times: int, seed: int | None, device: str, out: Path, data_dir: Path
+) -> None:
+    """Fine-tune a checkpoint, `times` in a row, each time from the best weights so far; evaluate the outcome.
+
+    As in the paper and the released code: SGD that averages from the first step on, without fraternal dropout
+    or a relative of it, until the non-monotone rule with n = 5 says that it has converged. `values` win over
+    that, and over what the checkpoint was trained with. The file is never worse than what it began with.
+    Raises CommandFailed.
+    """
+    checkpoint = _read(file)
+    task = _finetuning(checkpoint, values, seed, usable_device(device))
+    corpus = load(task.corpus, data_dir)
+    if corpus.vocabulary != checkpoint.vocabulary or corpus.sha256 != checkpoint.config["corpus_sha256"]:
+        raise CommandFailed(
+            f"fine-tuning goes on with the text of the training run, but that has changed since {file} was "
+            "written: restore it"
+        )
+    write_best(out, checkpoint)
+    for number in range(1, times + 1):
+        print(f"fine-tuning, {number} of {times}")
+        try:
+            _train(replace(task, seed=task.seed + number), corpus, out, start=_read(out))
+        except (Diverged, ValueError) as error:
+            raise CommandFailed(str(error)) from error
+    _print_evaluations(out, data_dir, device)
 
 
-def _train(task: Task, corpus: Corpus, out: Path) -> None:
-    """Raises Diverged and KeyboardInterrupt, saying what was kept, and ValueError for too short a text."""
-    config = task.config
-    sizes = len(corpus.vocabulary), corpus.train, corpus.valid
-    training = Training(config.model, config.training, config.regularization, *sizes, task.seed, task.device)
-    started = time.monotonic()
-    saved: EpochResult | None = None
+def _finetuning(checkpoint: BestCheckpoint, values: dict[str, Any], seed: int | None, device: str) -> Task:
+    own = {name: checkpoint.config[name] for name in ("model", "training", "regularization")}
+    unregularized = {"regularizer": "none", "kappa": None}
+    by_the_paper = {"averaging": "from-start", "non_monotone_interval": 5, "lr_schedule": "constant"}
+    config = {
+        "model": {**own["model"], **values.get("model", {})},
+        "training": {**own["training"], **by_the_paper, **values.get("training", {})},
+        "regularization": {**own["regularization"], **unregularized, **values.get("regularization", {})},
+    }
+    return Task(
+        "",
+        0,
+        1,
+        "",
+        checkpoint.config["seed"] if seed is None else seed,
+        parse_strictly(TrialConfig, config),
+        parse_corpus_spec(checkpoint.config["corpus"]),
+        device,
+        0,
+    )
+
+
+def usable_device(asked: str) -> str:
+    """`auto` takes a GPU where there is one. Raises CommandFailed for what is not there."""
+    gpus = torch.cuda.device_count()
+    there = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{number}" for number in range(gpus))]
+    if asked == "auto":
+        return there[min(1, gpus)]
+    if asked not in there:
+        raise CommandFailed(f"device {asked!r} cannot be used here; there is: {', '.join(there)}, or auto")
+    return asked
+
+
+def _train(task: Task, corpus: Corpus, out: Path, start: BestCheckpoint | None = None) -> None:
+    """Train, from `start` where there is one, and keep in `out` whatever is the best so far.
+
+    Raises Diverged and KeyboardInterrupt, saying what was kept, and ValueError for too short a text.
+    """
+    config, sizes = task.config, (len(corpus.vocabulary), corpus.train, corpus.valid)
+    weights = start.tensors if start else None
+    training = Training(
+        config.model, config.training, config.regularization, *sizes, task.seed, task.device, weights
+    )
+    began, best = time.monotonic(), start.metrics["valid_loss"] if start else math.inf
+    kept = "the weights that it began with" if start else None
     try:
         with ProgressDisplay(Console()) as display:
             display.show(of_training([], config.training.epochs, 0.0))
             for result in training.epochs():
-                if result.is_best:
+                if result.valid_loss < best:
                     write_best(out, best_checkpoint(training, task, corpus))
-                    saved = result
-                display.show(
-                    of_training(training.history, config.training.epochs, time.monotonic() - started)
-                )
+                    best, kept = result.valid_loss, f"the weights of epoch {result.epoch}"
+                display.show(of_training(training.history, config.training.epochs, time.monotonic() - began))
     except (KeyboardInterrupt, Diverged):
-        print(
-            f"{out} keeps the weights of epoch {saved.epoch}"
-            if saved
-            else "no epoch ended: nothing was saved"
-        )
+        print(f"{out} keeps {kept}" if kept else "no epoch ended: nothing was saved")
         raise
+
+
+def _print_evaluations(out: Path, data_dir: Path, device: str) -> None:
+    for split in ("valid", "test"):
+        print(evaluate_file(out, split, None, data_dir, device=device).line())
+    print(f"saved: {out}")
 
 
 def _ids(corpus: Corpus, split: Split) -> NDArray[np.int32]:
     return {"train": corpus.train, "valid": corpus.valid, "test": corpus.test}[split]
 
 
-def _load(source: CorpusSpec, data_dir: Path) -> Corpus:
-    try:
-        return load_corpus(source, data_dir)
-    except CorpusError as error:
-        raise CommandFailed(str(error)) from error
-
-
-def _parse_corpus(values: dict[str, Any]) -> CorpusSpec:
-    try:
-        return resolved(_parse(CorpusSpec, values), Path.cwd())
-    except CorpusError as error:
-        raise CommandFailed(str(error)) from error
-
-
 def _with_every_word(source: CorpusSpec) -> CorpusSpec:
     """The same text without a word lost to its own vocabulary: the checkpoint's decides what is unknown."""
     return source.model_copy(update={"vocabulary": "all", "vocabulary_size": INT32_MAX})
-
-
-def _parse(kind: Any, values: dict[str, Any]) -> Any:
-    adapter = TypeAdapter(kind)
-    try:
-        return adapter.validate_json(json.dumps(values), strict=True)  # as strict as the service
-    except ValidationError as error:
-        problems = problems_in(cast(Any, error.errors()), values, adapter.json_schema())
-        raise CommandFailed("\n  ".join(f"{found.pointer}: {found.message}" for found in problems)) from error

@@ -527,6 +527,96 @@ def test_what_is_kept_are_the_weights_of_the_best_epoch(text: Path) -> None:
         assert json.load(metrics)["epoch"] == int(best) < 6
 
 
+def read(file: Path | str, name: str) -> dict[str, Any]:
+    """A JSON file of a checkpoint."""
+    with tarfile.open(file) as archive:
+        member = archive.extractfile(name)
+        assert member is not None
+        document: dict[str, Any] = json.load(member)
+        return document
+
+
+def valid_loss(file: Path | str) -> float:
+    return float(json.loads(run("evaluate", str(file), "--split", "valid", "--json").stdout)["loss"])
+
+
+def test_fine_tuning_leaves_the_original_and_ends_no_worse_with_a_test_result(trained: Path) -> None:
+    before = trained.read_bytes()
+    result = run("finetune", str(trained), "--out", "finetuned.tar", "--times", "2")
+    assert result.exit_code == 0, result.stderr
+    assert "fine-tuning, 2 of 2" in result.stdout
+    assert "test: perplexity" in result.stdout
+    assert trained.read_bytes() == before
+    assert valid_loss("finetuned.tar") < valid_loss(trained)
+    assert read("finetuned.tar", "metrics.json")["averaged"]
+    config = read("finetuned.tar", "config.json")
+    assert (config["training"]["averaging"], config["training"]["non_monotone_interval"]) == ("from-start", 5)
+    assert config["regularization"]["regularizer"] == "none"
+    assert run("evaluate", "finetuned.tar", "--check").exit_code == 0
+
+
+def test_fine_tuning_that_finds_nothing_better_keeps_what_it_began_with(trained: Path) -> None:
+    ruinous = [
+        "--set",
+        "training.lr=1e-30",
+        "--set",
+        "training.weight_decay=1e28",
+        "--set",
+        "training.epochs=3",
+    ]
+    result = run("finetune", str(trained), *ruinous)
+    assert result.exit_code == 0, result.stderr
+    assert valid_loss("finetuned.tar") == valid_loss(trained)
+
+
+def test_a_checkpoint_whose_text_has_changed_is_not_fine_tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = write_corpus(tmp_path / "own", tokens=3_000)
+    assert run("train", "--corpus", str(corpus), "--out", "own.tar", *SMALL, "--epochs", "1").exit_code == 0
+    (corpus / "train.txt").write_text("w01 w00 " * 900)
+    result = run("finetune", "own.tar")
+    assert (result.exit_code, "has changed since own.tar" in result.stderr) == (1, True)
+    assert not Path("finetuned.tar").exists()
+
+
+def test_mc_evaluation_is_worse_with_one_sample_of_the_masks_than_with_many(trained: Path) -> None:
+    one, many = (
+        json.loads(run("evaluate", str(trained), "--mc", masks, "--json").stdout) for masks in ("1", "20")
+    )
+    assert (one["mc_masks"], many["mc_masks"]) == (1, 20)
+    assert one["loss"] > many["loss"]
+    assert "test, MC2: perplexity" in run("evaluate", str(trained), "--mc", "2").stdout
+
+
+def test_mc_evaluation_cannot_be_checked_against_the_recorded_loss(trained: Path) -> None:
+    result = run("evaluate", str(trained), "--mc", "2", "--check")
+    assert (result.exit_code, "--check compares" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:1", ""])
+@pytest.mark.parametrize("command", ["train", "evaluate", "finetune"])
+def test_a_device_that_is_not_there_is_refused_before_anything_runs(
+    trained: Path, text: Path, command: str, device: str
+) -> None:
+    arguments = ["--corpus", str(text), *SMALL] if command == "train" else [str(trained)]
+    result = run(command, *arguments, "--device", device)
+    assert result.exit_code == 1
+    assert f"device {device!r} cannot be used here; there is: cpu" in result.stderr
+    assert not list(Path().glob("*.tar"))
+
+
+def test_the_words_of_a_corpus_are_counted() -> None:
+    corpus = write_text("other", train="a a b <unk>", other="a c <unk> d d")
+    facts = json.loads(run("corpus", corpus, "--json").stdout)
+    assert facts["vocabulary_size"] == 4
+    train, valid, _ = facts["splits"]
+    assert (train["tokens"], train["types"], train["unk_tokens"], train["unknown_tokens"]) == (5, 4, 1, 0)
+    assert (valid["tokens"], valid["types"], valid["unk_tokens"], valid["unknown_tokens"]) == (6, 3, 4, 3)
+    assert valid["unk_share"] == pytest.approx(4 / 6)
+    assert "66.67%" in run("corpus", corpus).stdout
+
+
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
