@@ -197,6 +197,31 @@ def report(
 
 
 @app.command()
+def plot(
+    sweep_id: SweepId,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="A .png, .svg or .pdf; default `SWEEP.svg`.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Draw how a sweep's trials learn: losses, penalty, activations, variance of the predictions, speed.
+
+    Example: `fraternal plot SWEEP --out curves.png`
+    """
+    from service.client import FraternalClient
+    from service.plots import plot_dynamics
+
+    path = out or Path(f"{sweep_id}.svg")
+    _refuse_to_replace(path, force)
+    with FraternalClient(url) as client:
+        sweep = client.get(sweep_id)
+        trials = [client.trial(sweep_id, trial.number) for trial in client.trials(sweep_id)]
+    plot_dynamics(sweep.name or sweep.id, trials, path)
+    print(path)
+
+
+@app.command()
 def fetch(
     sweep_id: SweepId,
     out: Annotated[

@@ -403,6 +403,17 @@ def test_settings_that_would_do_harm_are_refused(option: str, value: str, words:
     assert not Path("data").exists()
 
 
+# Plots.
+
+
+def test_a_sweep_is_plotted(ended: str, url: str) -> None:
+    result = run("plot", ended, "--url", url)
+    assert (result.exit_code, result.stdout) == (0, f"{ended}.svg\n")
+    assert "mean hidden activation" in Path(f"{ended}.svg").read_text()
+    refused = run("plot", ended, "--url", url)
+    assert (refused.exit_code, "--force" in refused.stderr) == (1, True)
+
+
 # Training and evaluating without a service.
 
 SMALL = [
