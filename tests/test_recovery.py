@@ -86,7 +86,8 @@ def test_sweep_ends_as_if_nothing_had_been_killed(
     generations: int,
     attempts: set[int],
 ) -> None:
-    sweep_id = service.submit(small_spec(corpus))
+    in_mid_epoch = {"checkpoint_every_s": 0.01}
+    sweep_id = service.submit(small_spec(corpus, retry=in_mid_epoch))
     service.wait_for_epochs(sweep_id, 5)
     kill_process(sweep_id, words)
     sweep = service.wait_for_end(sweep_id)
