@@ -21,6 +21,7 @@ from trials.attempt import best_checkpoint
 from trials.checkpoints import BestCheckpoint, read_best, write_best
 from trials.corpora import INT32_MAX, SPLITS, Corpus, CorpusSpec, Split
 from trials.ledger import Task
+from trials.memory import NotEnoughMemory, require_memory
 from trials.perplexity import perplexity
 from trials.spec import TrialConfig
 from trials.store import CorruptCheckpoint
@@ -161,7 +162,7 @@ def train_and_save(
     corpus = load(source, data_dir)
     try:
         _train(task, corpus, out)
-    except (Diverged, ValueError) as error:
+    except (Diverged, NotEnoughMemory, ValueError) as error:
         raise CommandFailed(str(error)) from error
     _print_evaluations(out, data_dir, device)
 
@@ -189,7 +190,7 @@ def finetune_and_save(
         print(f"fine-tuning, {number} of {times}")
         try:
             _train(replace(task, seed=task.seed + number), corpus, out, start=_read(out))
-        except (Diverged, ValueError) as error:
+        except (Diverged, NotEnoughMemory, ValueError) as error:
             raise CommandFailed(str(error)) from error
     _print_evaluations(out, data_dir, device)
 
@@ -230,10 +231,12 @@ def usable_device(asked: str) -> str:
 def _train(task: Task, corpus: Corpus, out: Path, start: BestCheckpoint | None = None) -> None:
     """Train, from `start` where there is one, and keep in `out` whatever is the best so far.
 
-    Raises Diverged and KeyboardInterrupt, saying what was kept, and ValueError for too short a text.
+    Raises Diverged and KeyboardInterrupt, saying what was kept, NotEnoughMemory, and ValueError for too short
+    a text.
     """
     config, sizes = task.config, (len(corpus.vocabulary), corpus.train, corpus.valid)
     weights = start.tensors if start else None
+    require_memory(config, len(corpus.vocabulary), task.device)
     training = Training(
         config.model, config.training, config.regularization, *sizes, task.seed, task.device, weights
     )

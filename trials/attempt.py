@@ -13,6 +13,7 @@ import torch
 from trials.checkpoints import BestCheckpoint, pack_state, unpack_state
 from trials.corpora import FILES, Corpus, CorpusError, CorpusSpec, PathCorpus, load_corpus
 from trials.ledger import Failure, Report, Task
+from trials.memory import require_memory
 from trials.spec import FailureClass
 from trials.store import CheckpointStore, CorruptCheckpoint
 from trials.training import Diverged, EpochResult, Training
@@ -53,6 +54,7 @@ def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Repor
             "the text has changed since this sweep began, and its trials would not compare: "
             "restore it, or submit a new sweep"
         )
+    require_memory(task.config, len(corpus.vocabulary), task.device)
     training = Training(
         task.config.model,
         task.config.training,

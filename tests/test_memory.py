@@ -1,0 +1,135 @@
+"""What a trial is said to take is what it takes: measured in processes of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trials.memory
+from models.config import AWDLSTMConfig
+from regularizers.config import Regularization
+from tests.service_process import write_corpus
+from tests.test_cli import run
+from trials.memory import NotEnoughMemory, free_bytes, peak_bytes, require_memory
+from trials.spec import TrainingConfig, TrialConfig
+
+MEASURE = """
+import json, re, sys
+import numpy as np, torch
+from models.config import AWDLSTMConfig
+from regularizers.config import Regularization
+from trials.checkpoints import pack_state
+from trials.spec import TrainingConfig
+from trials.store import pack
+from trials.training import Training
+
+def resident(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read()).group(1)) * 1024
+
+given = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+before = resident("VmRSS")
+config = TrainingConfig(**given["training"], epochs=1, windows="fixed")
+window = config.bptt + 10
+rng = np.random.default_rng(1)
+text = rng.integers(0, given["V"], config.batch_size * (2 * window + 1), dtype=np.int32)
+config = TrainingConfig(**{**given["training"], "bptt": window}, epochs=1, windows="fixed")
+model, regularization = AWDLSTMConfig(**given["model"]), Regularization(given["regularizer"])
+training = Training(model, config, regularization, given["V"], text, text[:300], 1)
+for result in training.run(1e9):
+    pack(pack_state(*training.state()))
+print(resident("VmHWM") - before)
+"""
+
+CASES: list[tuple[dict[str, Any], dict[str, Any], str, int]] = [
+    ({"embedding_size": 64, "hidden_size": 64, "layers": 1}, {"batch_size": 20, "bptt": 70}, "fraternal", 10_000),
+    ({"embedding_size": 64, "hidden_size": 64, "layers": 1}, {"batch_size": 200, "bptt": 70}, "none", 1_000),
+    (
+        {"embedding_size": 150, "hidden_size": 250, "layers": 3, "tied": False},
+        {"batch_size": 40, "bptt": 35, "averaging": "from-start"},
+        "pi_model",
+        20_000,
+    ),
+    (
+        {"embedding_size": 300, "hidden_size": 600, "layers": 2},
+        {"batch_size": 10, "bptt": 20, "averaging": "none"},
+        "expectation_linear",
+        5_000,
+    ),
+]  # fmt: skip
+
+
+def trial(model: dict[str, Any], training: dict[str, Any], regularizer: str) -> TrialConfig:
+    return TrialConfig(
+        AWDLSTMConfig(**model), TrainingConfig(**training), Regularization(regularizer=regularizer)
+    )
+
+
+@pytest.mark.parametrize(("model", "training", "regularizer", "size"), CASES)
+def test_the_estimate_lies_above_the_measured_peak_and_not_far_above(
+    model: dict[str, Any], training: dict[str, Any], regularizer: str, size: int
+) -> None:
+    given = {"model": model, "training": training, "regularizer": regularizer, "V": size}
+    measured = int(
+        subprocess.run(
+            [sys.executable, "-c", MEASURE, json.dumps(given)], capture_output=True, check=True, text=True
+        ).stdout
+    )
+    estimate = peak_bytes(trial(model, training, regularizer), size)
+    assert measured <= estimate <= 1.8 * measured
+
+
+def test_more_of_anything_takes_more() -> None:
+    base = trial({}, {}, "none")
+    for more in (
+        trial({"embedding_size": 500}, {}, "none"),
+        trial({"hidden_size": 1500}, {}, "none"),
+        trial({"layers": 4}, {}, "none"),
+        trial({}, {"batch_size": 200}, "none"),
+        trial({}, {"bptt": 700}, "none"),
+        trial({}, {"batch_size": 200}, "fraternal"),
+    ):
+        assert peak_bytes(more, 10_000) > peak_bytes(base, 10_000)
+    assert peak_bytes(base, 33_278) > peak_bytes(base, 10_000)
+    assert peak_bytes(trial({}, {"averaging": "none"}, "none"), 10_000) < peak_bytes(base, 10_000)
+
+
+def test_a_trial_that_does_not_fit_is_refused_with_what_it_takes_and_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trials.memory, "free_bytes", lambda device: 2**30)
+    require_memory(trial({"embedding_size": 64, "layers": 1}, {}, "none"), 10_000, "cpu")
+    with pytest.raises(
+        NotEnoughMemory, match=r"takes up to [\d.]+ GiB .* and 1.0 GiB are free on cpu: lower "
+    ):
+        require_memory(trial({}, {"batch_size": 400}, "fraternal"), 10_000, "cpu")
+
+
+def test_training_that_does_not_fit_ends_in_one_line_before_it_starts(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", tokens=3_000)
+    result = run("train", "--corpus", str(corpus), "--embedding-size", "9000000", "--layers", "1")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+    assert "GiB are free" in result.stderr
+
+
+def test_a_control_groups_limit_counts(tmp_path: Path) -> None:
+    for name, content in (
+        ("memory.max", "1000\n"),
+        ("memory.current", "700\n"),
+        ("memory.stat", "anon 400\ninactive_file 250\n"),
+    ):
+        (tmp_path / name).write_text(content)
+    assert trials.memory._free_in_cgroup(tmp_path) == 550
+    (tmp_path / "memory.max").write_text("max\n")
+    assert trials.memory._free_in_cgroup(tmp_path) == float("inf")
+    assert trials.memory._free_in_cgroup(tmp_path / "nowhere") == float("inf")
+    assert 0 < free_bytes("cpu") < 2**50
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is there")
+def test_a_gpus_free_memory_is_its_own() -> None:
+    assert free_bytes("cuda") == torch.cuda.mem_get_info()[0]

@@ -1,0 +1,85 @@
+"""How much memory a trial takes at most, told before it starts: a rare long window must not be what tells.
+
+An estimate from above: tests hold it between the measured peak and 1.8 times that.
+"""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from regularizers.head import FEWEST_ROWS
+from trials.spec import TrialConfig
+
+FLOAT = 4
+"""Bytes."""
+
+LIBRARIES = 100 * 2**20
+"""Bytes that a first step loads, whatever the model."""
+
+PER_UNIT = 18
+"""Floats that a pass keeps for backward for each token and LSTM unit: gates, states, outputs."""
+
+COPIES_TO_SAVE = 4
+"""Of the parameters, and of their averages: cloned, serialised, packed, and packed as bytes."""
+
+
+class NotEnoughMemory(MemoryError):
+    """The trial would not fit."""
+
+
+def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
+    """What a process takes at most beyond having torch loaded, of the device's memory or the machine's."""
+    model, training = config.model, config.training
+    sizes = model.layer_sizes
+    embedding, last, units = (
+        vocabulary_size * model.embedding_size,
+        sizes[-1][1],
+        sum(out for _, out in sizes),
+    )
+    recurrent = sum(4 * out * out for _, out in sizes)
+    lstms = recurrent + sum(4 * out * (inputs + 2) for inputs, out in sizes)
+    decoder = 0 if model.tied else vocabulary_size * last
+    parameters = embedding + lstms + decoder + vocabulary_size
+    averages = 0 if training.averaging == "none" else parameters
+    passes = 1 if config.regularization.declaration.second_pass == "none" else 2
+    tokens = training.batch_size * (training.bptt + 10)  # the longest window
+    activations = tokens * (PER_UNIT * units + 4 * model.embedding_size)
+    masked_weights = 2 * recurrent
+    rows = min(tokens, max(FEWEST_ROWS, last))
+    head = (passes + 1) * rows * vocabulary_size + 2 * vocabulary_size * last + passes * embedding
+    step = passes * (activations + masked_weights) + head
+    save = COPIES_TO_SAVE * (parameters + averages)
+    return LIBRARIES + FLOAT * (2 * parameters + averages + max(step, save))
+
+
+def require_memory(config: TrialConfig, vocabulary_size: int, device: str) -> None:
+    """Raises NotEnoughMemory unless what is free now will do."""
+    needed, free = peak_bytes(config, vocabulary_size), free_bytes(device)
+    if needed > free:
+        raise NotEnoughMemory(
+            f"this configuration takes up to {_gib(needed)} of memory and {_gib(free)} are free on {device}: "
+            "lower batch_size, bptt or the sizes of the model, or run fewer trials at once"
+        )
+
+
+def free_bytes(device: str) -> float:
+    """Of a GPU's memory, or of the machine's and of the control group's that this process is in."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(int(psutil.virtual_memory().available), _free_in_cgroup(Path("/sys/fs/cgroup")))
+
+
+def _free_in_cgroup(folder: Path) -> float:
+    """Under cgroup v2, as a container sees it; what the page cache holds counts as free."""
+    try:
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return limit - used + int(facts["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no such control group, or "max"
+        return float("inf")
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
