@@ -45,9 +45,10 @@ for result in training.run(1e9):
 print(resident("VmHWM") - before)
 """
 
+SMALL = {"embedding_size": 64, "hidden_size": 64, "layers": 1}
 CASES: list[tuple[dict[str, Any], dict[str, Any], str, int]] = [
-    ({"embedding_size": 64, "hidden_size": 64, "layers": 1}, {"batch_size": 20, "bptt": 70}, "fraternal", 10_000),
-    ({"embedding_size": 64, "hidden_size": 64, "layers": 1}, {"batch_size": 200, "bptt": 70}, "none", 1_000),
+    (SMALL, {"batch_size": 20, "bptt": 70}, "fraternal", 10_000),
+    (SMALL, {"batch_size": 200, "bptt": 70}, "none", 1_000),
     (
         {"embedding_size": 150, "hidden_size": 250, "layers": 3, "tied": False},
         {"batch_size": 40, "bptt": 35, "averaging": "from-start"},
@@ -60,7 +61,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, int]] = [
         "expectation_linear",
         5_000,
     ),
-]  # fmt: skip
+]
 
 
 def trial(model: dict[str, Any], training: dict[str, Any], regularizer: str) -> TrialConfig:
