@@ -59,6 +59,27 @@ def test_number_of_parameters_is_the_papers(vocabulary_size: int, config: AWDLST
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
+WIDTHS = {  # of each layer's output, for E=7 and H=6
+    (True, 1): (7,),
+    (True, 2): (6, 7),
+    (True, 3): (6, 6, 7),
+    (False, 1): (6,),
+    (False, 2): (6, 6),
+    (False, 3): (6, 6, 6),
+}
+
+
+@pytest.mark.parametrize(("tied", "layers"), list(WIDTHS))
+def test_the_last_layer_is_as_wide_as_an_embedding_exactly_if_the_two_are_tied(
+    tied: bool, layers: int
+) -> None:
+    model, widths = build(replace(SMALL, tied=tied, layers=layers)), WIDTHS[tied, layers]
+    assert [state[0].shape for state in model.zero_state(B)] == [(1, B, width) for width in widths]
+    lstms = sum(4 * width * (inputs + width + 2) for inputs, width in zip((7, *widths), widths, strict=False))
+    decoder = V if tied else V + V * widths[-1]
+    assert sum(parameter.numel() for parameter in model.parameters()) == V * 7 + lstms + decoder
+
+
 SHAPES = [
     AWDLSTMConfig(embedding_size=7, hidden_size=hidden_size, layers=layers, tied=tied)
     for tied, hidden_size, layers in itertools.product((True, False), (7, 6), (1, 2, 3))
@@ -159,13 +180,14 @@ def test_locked_masks_are_constant_over_time_and_differ_between_sequences() -> N
         assert not torch.equal(dropped[:, 0], dropped[:, 1])
 
 
-def test_unlocked_input_and_output_masks_change_over_time() -> None:
+def test_unlocked_input_and_output_masks_and_no_others_change_over_time() -> None:
     masks = build(replace(SMALL, locked=False)).draw_masks(B, T, seeded(3))
     for mask in (masks.input_TBE, masks.output_TBH):
         assert mask is not None
         assert mask.shape[:2] == (T, B)
         assert not torch.equal(mask[0], mask[4])
         assert not torch.equal(mask[:, 0], mask[:, 1])
+    assert [mask.shape for mask in masks.hidden_1BH if mask is not None] == [(1, B, 6)]
 
 
 @pytest.mark.parametrize("rate", RATES)

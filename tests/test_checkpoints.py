@@ -1,13 +1,16 @@
 """The laws of what is inside a checkpoint."""
 
 import io
+import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.test_store import Planted
 from trials.checkpoints import BestCheckpoint, pack_state, read_best, unpack_state, write_best
 from trials.corpora import Vocabulary
 from trials.store import CorruptCheckpoint, pack, unpack
@@ -69,6 +72,20 @@ def test_best_with_a_bad_part_is_refused(name: str, content: bytes | None, tmp_p
     (tmp_path / "best.tar").write_bytes(pack(files))
     with pytest.raises(CorruptCheckpoint, match=r"best\.tar"):
         read_best(tmp_path / "best.tar")
+
+
+def read_last(file: BinaryIO) -> object:
+    return unpack_state(unpack(file, "last"), "last")
+
+
+@pytest.mark.parametrize("name", [*BEST.files(), *pack_state({}, {})])
+def test_a_pickle_in_place_of_a_part_is_refused_and_never_loaded(name: str, tmp_path: Path) -> None:
+    trap = pickle.dumps(Planted(tmp_path / "sprung"))
+    read = read_best if name in BEST.files() else read_last
+    parts = {**BEST.files(), **pack_state(TENSORS, {}), name: trap}
+    with pytest.raises(CorruptCheckpoint):
+        read(io.BytesIO(pack(parts)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_last_comes_back_to_the_last_bit() -> None:

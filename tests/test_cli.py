@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from pydantic import TypeAdapter
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -25,7 +27,13 @@ from service.launcher import marked_processes
 from service.progress import ProgressDisplay, Snapshot, duration, follow, of_sweep, of_training
 from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
 from tests.service_process import write_corpus
+from trials.attempt import run_attempt
+from trials.checkpoints import read_best
+from trials.corpora import PathCorpus
+from trials.ledger import Task
 from trials.presets import PRESETS
+from trials.spec import TrialConfig
+from trials.store import CheckpointStore
 
 FRATERNAL = [sys.executable, "-m", "service.cli"]
 
@@ -440,6 +448,22 @@ def test_a_trained_checkpoint_is_evaluated_from_the_file_alone(trained: Path) ->
     result = run("evaluate", str(trained), "--check")
     assert result.exit_code == 0, result.stderr
     assert "agrees" in result.stdout
+
+
+def test_what_a_sweeps_trial_saves_is_what_train_saves_and_evaluate_accepts_it(trained: Path) -> None:
+    saved = read_best(trained).config
+    config = TypeAdapter(TrialConfig).validate_python(
+        {section: saved[section] for section in ("model", "training", "regularization")}
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    corpus = PathCorpus.model_validate(saved["corpus"])
+    store = CheckpointStore(Path("store").resolve().as_uri())
+    list(run_attempt(Task("s1", 0, 1, "fd", saved["seed"], config, corpus, device, 0), store, Path("data")))
+    with store.open_best("s1", 0) as file:
+        Path("trial.tar").write_bytes(file.read())
+    assert Path("trial.tar").read_bytes() == trained.read_bytes()
+    result = run("evaluate", "trial.tar", "--check")
+    assert (result.exit_code, "agrees" in result.stdout) == (0, True)
 
 
 def test_a_checkpoint_whose_text_has_changed_does_not_agree(trained: Path, text: Path) -> None:

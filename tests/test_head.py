@@ -4,18 +4,17 @@ N=300, H=7, V=11: a different size on every axis; more rows than are taken at on
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from regularizers.head import FEWEST_ROWS, WIDEST_GRAM, HeadLosses, head_losses, mean_square_difference
 from regularizers.table import REGULARIZERS
+from tests.reference import reference_objective
 
 N, H, V = 300, 7, 11
 WIDE = max(FEWEST_ROWS, WIDEST_GRAM) + 9
@@ -59,17 +58,10 @@ class Case:
         """The total from the whole logits, by autograd."""
         first_NH, second_NH, decoder_VH, bias_V = self.inputs
         l1, l2 = (hidden_NH @ decoder_VH.t() + bias_V for hidden_NH in (first_NH, second_NH))
-        one, other = (F.cross_entropy(logits_NV, self.targets_N) for logits_NV in (l1, l2))
-        totals: dict[str, Callable[[], Tensor]] = {
-            "none": lambda: one,
-            "fraternal": lambda: (one + other) / 2 + kappa * ((l1 - l2) ** 2).mean(),
-            "expectation_linear": lambda: one + kappa * ((l1 - l2.detach()) ** 2).mean(),
-            "expectation_linear, gradient flowing": lambda: one + kappa * ((l1 - l2) ** 2).mean(),
-            "expectation_linear_both": lambda: (one + other) / 2 + kappa * ((l1 - l2) ** 2).mean(),
-            "pi_model": lambda: one + kappa * ((l1 - l2) ** 2).mean(),
-            "prediction_norm": lambda: one + kappa * (l1**2).mean(),
-        }
-        return totals[name]()
+        stop_gradient = "flowing" not in name
+        return reference_objective(
+            name.split(",")[0], kappa, stop_gradient, self.targets_N, l1, lambda: l2, lambda: l2
+        )
 
     def gradients(self, loss: Tensor, keep: bool = False) -> list[Tensor]:
         return list(

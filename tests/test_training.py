@@ -3,6 +3,9 @@
 import itertools
 import json
 import math
+import random
+import subprocess
+import sys
 import time
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -21,7 +24,8 @@ from models.awd_lstm import AWDLSTM, Masks, Pass, State
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
 from regularizers.table import REGULARIZERS
-from tests.reference import reference_loss
+from tests.reference import MaskRecorder
+from tests.test_averaging import GOLDEN
 from trials.averaging import averaging_starts, learning_rate
 from trials.spec import TrainingConfig
 from trials.training import (
@@ -152,54 +156,19 @@ def test_train_loss_is_the_mean_over_all_tokens_however_they_are_cut() -> None:
     assert min(epoch.penalty, epoch.ar, epoch.tar) > 0
 
 
-class Recorder:
-    """Stands in for a model's draw_masks, and remembers what it drew for training."""
-
-    def __init__(self, model: AWDLSTM) -> None:
-        self.drawn: list[Masks] = []
-        self._draw_masks = model.draw_masks
-
-    def __call__(self, *arguments: Any) -> Masks:
-        masks = self._draw_masks(*arguments)
-        if torch.is_grad_enabled():
-            self.drawn.append(masks)
-        return masks
-
-
-@pytest.mark.parametrize("name", sorted(REGULARIZERS))
-@pytest.mark.parametrize("stop_gradient", [True, False])
-def test_what_a_step_optimises_is_the_reference(
-    monkeypatch: pytest.MonkeyPatch, name: str, stop_gradient: bool
-) -> None:
-    """One window an epoch, in float64: its loss and the norm of its gradient."""
-    config = replace(CONFIG, epochs=1, bptt=10, windows="fixed")
-    regularization = Regularization(name, 0.3, alpha=2, beta=1, eld_stop_gradient=stop_gradient)
-    training = build(config, regularization, train=TRAIN[: 3 * 11])
-    training.model.double()
-    weights = {key: tensor.requires_grad_() for key, tensor in training.weights_to_use().items()}
-    recorder = Recorder(training.model)
-    monkeypatch.setattr(training.model, "draw_masks", recorder)
-    (epoch,) = training.epochs()
-    columns_TB = torch.from_numpy(TRAIN[: 3 * 11].astype(np.int64)).view(3, 11).t()
-    assert len(recorder.drawn) == (2 if REGULARIZERS[name].second_pass == "new_masks" else 1)
-    loss = reference_loss(
-        weights, MODEL, regularization, 0.3,
-        columns_TB[:-1], columns_TB[1:], training.model.zero_state(3), recorder.drawn[0], recorder.drawn[-1],
-    )  # fmt: skip
-    gradients = torch.autograd.grad(loss, list(weights.values()))
-    assert epoch.optimised == pytest.approx(loss.item(), abs=1e-10)
-    assert epoch.gradient_norm == pytest.approx(nn.utils.get_total_norm(gradients).item(), rel=1e-10)
-
-
-def test_no_two_passes_share_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = build(replace(CONFIG, epochs=2))
-    recorder = Recorder(training.model)
+def test_no_two_passes_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So wide a model and so many words that no two masks are equal by chance."""
+    model = replace(MODEL, embedding_size=80, hidden_size=60, embed_p=0.5)
+    config = replace(CONFIG, epochs=2)
+    training = Training(model, config, Regularization("fraternal"), 200, TRAIN, VALID, 1)
+    recorder = MaskRecorder(training.model)
     monkeypatch.setattr(training.model, "draw_masks", recorder)
     list(training.epochs())
     assert len(recorder.drawn) == 2 * training.state()[1]["steps"]
-    weights = [masks.weights_4HH[0] for masks in recorder.drawn]
-    kept = {tuple(mask.flatten().tolist()) for mask in weights if mask is not None}
-    assert len(kept) == len(recorder.drawn)
+    every = [[m.embed_V, m.input_TBE, *m.hidden_1BH, m.output_TBH, *m.weights_4HH] for m in recorder.drawn]
+    for same_place in zip(*every, strict=True):
+        kept = {tuple(mask.flatten().tolist()) for mask in same_place if mask is not None}
+        assert len(kept) == len(recorder.drawn)
 
 
 def test_only_the_first_passs_state_is_carried() -> None:
@@ -209,6 +178,30 @@ def test_only_the_first_passs_state_is_carried() -> None:
         (epoch,) = build(replace(CONFIG, epochs=1, lr=1e-30, weight_decay=0), Regularization(name)).epochs()
         losses.add(epoch.train_loss)
     assert len(losses) == 1
+
+
+def test_training_and_evaluation_leave_the_parameters_and_the_modes_of_the_modules_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is replaced, and no module goes to eval mode, not even for the pass without dropout."""
+    monkeypatch.setattr(nn.Module, "train", lambda *arguments: pytest.fail("a mode was changed"))
+    training = build(replace(SWITCHING, epochs=3), Regularization("expectation_linear_both"))
+    before = dict(training.model.named_parameters())
+    weights = training.weights_to_use()
+    for _ in training.epochs():
+        after = dict(training.model.named_parameters())
+        assert list(after) == list(before)
+        assert all(after[name] is before[name] for name in before)
+        assert not any(torch.equal(after[name], weights[name]) for name in before)
+        weights = {name: parameter.detach().clone() for name, parameter in after.items()}
+    assert all(module.training for module in training.model.modules())
+
+
+def test_what_is_not_given_is_the_papers() -> None:
+    paper = TrainingConfig(
+        lr=30, clip=0.25, weight_decay=1.2e-6, bptt=70, windows="random", averaging="nt-asgd"
+    )
+    assert TrainingConfig() == paper
 
 
 # --- windows
@@ -242,6 +235,45 @@ def test_windows_differ_between_epochs() -> None:
     first, second = training.epochs()
     assert first.gradient_norm != second.gradient_norm
     assert first.train_loss == pytest.approx(second.train_loss, abs=1e-6)
+
+
+def lengths_of(seed: int, regularizer: str = "none") -> list[int]:
+    """Of the windows of two epochs: an input mask that is not locked has one for each step."""
+    training = build(
+        replace(CONFIG, epochs=2), Regularization(regularizer), replace(MODEL, locked=False), seed
+    )
+    recorder = MaskRecorder(training.model)
+    training.model.draw_masks = recorder  # type: ignore[method-assign]
+    list(training.epochs())
+    return [len(masks.input_TBE) for masks in recorder.drawn if masks.input_TBE is not None]
+
+
+def test_windows_follow_the_trials_own_seed_and_nothing_else() -> None:
+    before = lengths_of(seed=1)
+    np.random.seed(9)
+    random.seed(9)
+    torch.manual_seed(9)
+    assert lengths_of(seed=1) == before != lengths_of(seed=2)
+    assert lengths_of(1, "fraternal")[::2] == lengths_of(1, "fraternal")[1::2] == before
+
+
+def test_every_epoch_starts_from_a_zero_state() -> None:
+    """Where nothing is learned, a second epoch over the same windows repeats the first bit for bit."""
+    config = replace(CONFIG, epochs=2, lr=1e-30, weight_decay=0, windows="fixed")
+    first, second = build(config, Regularization(), KEPT).epochs()
+    assert (first.train_loss, first.ar, first.tar) == (second.train_loss, second.ar, second.tar)
+
+
+def test_a_window_of_one_step_adds_no_tar_and_spoils_nothing() -> None:
+    """Eight steps are a window of seven and one of one, whose TAR counts as zero."""
+    config = replace(CONFIG, epochs=1, windows="fixed", lr=1e-30, weight_decay=0)
+    columns_BT = TRAIN[: 3 * 9].reshape(3, 9)
+    texts = (columns_BT.flatten(), columns_BT[:, :8].flatten())
+    cut, whole = (next(build(config, Regularization(beta=1), train=text).epochs()) for text in texts)
+    assert whole.tar > 0
+    assert cut.tar == pytest.approx(whole.tar * 7 / 8, rel=1e-6)
+    assert math.isfinite(cut.optimised)
+    assert math.isfinite(cut.gradient_norm)
 
 
 # --- evaluation
@@ -435,6 +467,25 @@ def test_fine_tuning_that_goes_on_equals_fine_tuning_that_never_stopped() -> Non
 # --- averaging
 
 
+def test_the_golden_case_averages_from_its_tenth_epoch_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses of tests/test_averaging.py, played as those of a training's validation."""
+    monkeypatch.setattr("trials.training.DIVERGED_ABOVE", math.inf)
+    losses = iter([*GOLDEN, 300.0, 299.0, 300.0, 299.0])
+    monkeypatch.setattr("trials.training.evaluate", lambda *arguments: next(losses))
+    training = build(replace(SWITCHING, epochs=11, non_monotone_interval=1), train=TRAIN[:60])
+    assert [result.averaged for result in training.epochs()] == [False] * 9 + [True] * 2
+
+
+def test_the_iterate_goes_on_after_the_switch_as_if_nothing_were_averaged() -> None:
+    averaged, plain = build_switching(), build_switching(averaging="none")
+    list(averaged.epochs())
+    list(plain.epochs())
+    assert averaged.history[-1].averaged
+    assert [e.raw_valid_loss for e in averaged.history] == [e.valid_loss for e in plain.history]
+    assert [e.train_loss for e in averaged.history] == [e.train_loss for e in plain.history]
+    assert_equal_weights(averaged.model.state_dict(), plain.model.state_dict())
+
+
 def test_after_the_switch_both_losses_are_recorded_and_the_average_is_what_is_used() -> None:
     training = build_switching()
     used = AWDLSTM(MODEL, V, torch.Generator())
@@ -498,6 +549,36 @@ def test_an_epoch_that_only_equals_the_best_is_not_best() -> None:
     first, second = training.epochs()
     assert first.valid_loss == second.valid_loss
     assert (first.is_best, second.is_best) == (True, False)
+
+
+FIFTY_AVERAGED_EPOCHS = """
+import itertools, numpy as np, psutil
+from models.config import AWDLSTMConfig
+from regularizers.config import Regularization
+from trials.spec import TrainingConfig
+from trials.training import Training
+
+config = TrainingConfig(epochs=999, batch_size=3, bptt=9, lr=30, averaging="nt-asgd", non_monotone_interval=0)
+model = AWDLSTMConfig(embedding_size=120, hidden_size=90, layers=2)
+ids = np.random.default_rng(1).integers(0, 400, 60).astype(np.int32)
+training = Training(model, config, Regularization("fraternal", alpha=2, beta=1), 400, ids, ids, seed=1)
+averaged = (epoch for epoch in training.epochs() if epoch.averaged)
+size = sum(tensor.nbytes for tensor in training.weights_to_use().values())
+for _ in itertools.islice(averaged, 10):  # until what is allocated once is allocated
+    training.weights_to_use()
+before = psutil.Process().memory_info().rss
+for _ in itertools.islice(averaged, 50):
+    training.weights_to_use()
+print((psutil.Process().memory_info().rss - before) / size)
+"""
+
+
+def test_memory_is_flat_over_fifty_averaged_epochs() -> None:
+    """In a process of its own: one copy of the weights left behind in an epoch would be fifty."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FIFTY_AVERAGED_EPOCHS], capture_output=True, text=True, check=True
+    )
+    assert float(ran.stdout) < 10
 
 
 # --- going on

@@ -1,0 +1,119 @@
+"""What training does to the weights is what the reference says, to 1e-10 of each parameter's largest value.
+
+Two windows of 5 and of 2 steps, the state carried between them; B=3, V=11, E=7, H=6 or, where the widths are
+equal, 7.
+"""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models.awd_lstm import AWDLSTM, Masks, Pass, State
+from models.config import AWDLSTMConfig
+from regularizers.config import Regularization
+from regularizers.losses import loss_parts
+from regularizers.table import REGULARIZERS
+from tests.reference import MaskRecorder, Weights, assert_close_to_largest, reference_step
+from trials.spec import TrainingConfig
+from trials.training import Training
+
+B, V, E, H = 3, 11, 7, 6
+WINDOWS = ((0, 5), (5, 7))
+KAPPA = 0.3
+TRAINING = TrainingConfig(
+    epochs=1, batch_size=B, bptt=5, windows="fixed", lr=0.5, clip=1e9, weight_decay=0, averaging="none"
+)
+REGULARIZATIONS = {name: Regularization(name, kappa=KAPPA) for name in sorted(REGULARIZERS)} | {
+    "expectation_linear, gradient flowing": Regularization(
+        "expectation_linear", kappa=KAPPA, eld_stop_gradient=False
+    )
+}
+SHAPES = {
+    f"{'tied' if tied else 'untied'}-{layers}-{'locked' if locked else 'unlocked'}-E={E}-H={width}": (
+        AWDLSTMConfig(E, width, layers, tied, locked, 0.2, 0.3, 0.25, 0.4, 0.5)
+    )
+    for tied, layers, locked, width in itertools.product((True, False), (1, 2, 3), (True, False), (H, E))
+    if not (tied and layers == 1 and width != E)  # whose only layer is E wide whatever H is
+}
+EVERY = pytest.mark.parametrize("name", list(REGULARIZATIONS))
+EVERY_SHAPE = pytest.mark.parametrize("shape", list(SHAPES))
+AR_AND_TAR = pytest.mark.parametrize(("alpha", "beta"), [(0, 0), (2, 1)], ids=["plain", "AR-TAR"])
+
+
+def build(
+    model: AWDLSTMConfig, regularization: Regularization, training: TrainingConfig = TRAINING
+) -> tuple[Training, list[Masks], Tensor]:
+    """In float64: a training of one epoch, the masks that it will have drawn, and its text (T, B)."""
+    columns_TB = torch.randint(V, (WINDOWS[-1][1] + 1, B), generator=torch.Generator().manual_seed(2))
+    ids = columns_TB.t().flatten().numpy().astype(np.int32)
+    trained = Training(model, training, regularization, V, ids, ids[:2], seed=1)
+    trained.model.double()
+    recorder = MaskRecorder(trained.model)
+    trained.model.draw_masks = recorder  # type: ignore[method-assign]
+    return trained, recorder.drawn, columns_TB
+
+
+def copied(model: AWDLSTM) -> Weights:
+    return {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+
+
+def second_pass(
+    model: AWDLSTM, regularization: Regularization, tokens_TB: Tensor, state: State, new_masks: Masks
+) -> Pass | None:
+    kind = regularization.declaration.second_pass
+    if kind == "none":
+        return None
+    result: Pass = model(tokens_TB, state, new_masks if kind == "new_masks" else None)
+    return result
+
+
+@EVERY
+@EVERY_SHAPE
+@AR_AND_TAR
+def test_a_step_and_its_loss_equal_the_reference(name: str, shape: str, alpha: float, beta: float) -> None:
+    config, regularization = SHAPES[shape], replace(REGULARIZATIONS[name], alpha=alpha, beta=beta)
+    training, drawn, columns_TB = build(config, regularization)
+    model = AWDLSTM(config, V, torch.Generator()).double()
+    weights = initial = copied(training.model)
+    state = model.zero_state(B)
+    (epoch,) = training.epochs()
+    masks = iter(drawn)
+    losses = []
+    for start, end in WINDOWS:
+        tokens_TB, targets_TB = columns_TB[start:end], columns_TB[start + 1 : end + 1]
+        first = next(masks)
+        second = next(masks) if regularization.declaration.second_pass == "new_masks" else first
+        expected, next_state = reference_step(
+            weights, config, regularization, KAPPA, tokens_TB, targets_TB, state, first, second
+        )
+        gradients = dict(zip(weights, torch.autograd.grad(expected, list(weights.values())), strict=True))
+        if start:  # loss_parts alone, from the state that was carried
+            model.load_state_dict(weights)
+            one: Pass = model(tokens_TB, state, first)
+            other = second_pass(model, regularization, tokens_TB, state, second)
+            total = loss_parts(regularization, one, other, model, targets_TB).total
+            assert_close_to_largest(total, expected)
+            for gradient, reference in zip(
+                torch.autograd.grad(total, list(model.parameters())), gradients.values(), strict=True
+            ):
+                assert_close_to_largest(gradient, reference)
+            for carried, reference in zip(
+                itertools.chain(*one.state), itertools.chain(*next_state), strict=True
+            ):
+                assert_close_to_largest(carried, reference)
+        losses += [expected.item()] * (end - start)
+        state = next_state
+        rate = TRAINING.lr * (end - start) / TRAINING.bptt
+        weights = {
+            key: (weight - rate * gradients[key]).detach().requires_grad_() for key, weight in weights.items()
+        }
+    assert next(masks, None) is None
+    assert epoch.optimised == pytest.approx(sum(losses) / len(losses), rel=1e-10)
+    for key, parameter in training.model.named_parameters():
+        assert parameter.grad is not None
+        assert_close_to_largest(parameter.grad, gradients[key])
+        assert_close_to_largest(parameter - initial[key], weights[key] - initial[key])
