@@ -5,7 +5,6 @@ Masks and weights are given, so that losses and gradients can be compared to the
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,8 +145,8 @@ class MaskRecorder:
         self.drawn: list[Masks] = []
         self._draw_masks = model.draw_masks
 
-    def __call__(self, *arguments: Any) -> Masks:
-        masks = self._draw_masks(*arguments)
+    def __call__(self, batch_size: int, window_length: int, generator: torch.Generator) -> Masks:
+        masks = self._draw_masks(batch_size, window_length, generator)
         if torch.is_grad_enabled():
             self.drawn.append(masks)
         return masks

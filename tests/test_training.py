@@ -171,6 +171,21 @@ def test_no_two_passes_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(kept) == len(recorder.drawn)
 
 
+@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+def test_a_step_records_a_graph_for_those_passes_alone_that_have_a_gradient(name: str) -> None:
+    training = build(replace(CONFIG, epochs=1), Regularization(name), train=TRAIN[:12])
+    recorded: list[bool] = []
+
+    def look(model: nn.Module, arguments: tuple[Tensor, ...], result: Pass) -> None:
+        if arguments[0].shape[1] == CONFIG.batch_size:  # not validation's
+            recorded.append(result.raw_TBH.requires_grad)
+
+    training.model.register_forward_hook(look)
+    list(training.epochs())
+    row = REGULARIZERS[name]
+    assert recorded == [True] + [row.second_gradient] * (row.second_pass != "none")
+
+
 def test_only_the_first_passs_state_is_carried() -> None:
     """So where nothing is optimised, the first pass of every regularizer sees the same states."""
     losses = set()
