@@ -19,7 +19,7 @@ test: lint ## every check and every test; under 15 minutes on 2 cores
 	$(BIN)/python -m pytest
 
 test-fast: lint ## without the tests that start Ray, a browser or longer training; under 2 minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

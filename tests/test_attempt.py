@@ -12,15 +12,17 @@ import pytest
 import torch
 
 import trials.training
+from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
 from tests.service_process import write_corpus
 from trials.attempt import run_attempt
-from trials.corpora import PathCorpus
+from trials.checkpoints import read_best
+from trials.corpora import PathCorpus, load_corpus
 from trials.ledger import Report, Task
 from trials.spec import TrainingConfig, TrialConfig
 from trials.store import CheckpointStore
-from trials.training import EpochResult, Training
+from trials.training import EpochResult, Training, evaluate
 
 EPOCHS = 5
 
@@ -115,6 +117,28 @@ def test_killed_and_resumed_attempt_ends_in_the_same_bytes(
     assert [report.epoch and report.epoch["epoch"] for report in resumed] == [*range(first, EPOCHS + 1)]
     final, twin = essence(resumed[-1]), essence(expected[-1])
     assert final == twin
+
+
+@pytest.mark.parametrize("killed_after", [0, 7])
+def test_best_keeps_the_averaged_weights_of_the_best_epoch_though_worse_ones_follow(
+    task: Task, store: CheckpointStore, tmp_path: Path, killed_after: int
+) -> None:
+    task = replace(task, config=replace(task.config, training=replace(task.config.training, epochs=8)))
+    kill_after(task, store, tmp_path, killed_after)
+    said = list(run_attempt(replace(task, attempt=2, recorded_epochs=killed_after), store, tmp_path))
+    # Of a finished trial every epoch is only reported again.
+    epochs = [report.epoch for report in kill_after(task, store, tmp_path, 8) if report.epoch is not None]
+    best = min(epochs, key=lambda epoch: float(epoch["valid_loss"]))
+    assert (best["averaged"], best["epoch"] < 7) == (True, True)
+    assert said[-1].best_epoch == best["epoch"]
+    with store.open_best("s1", 0) as file:
+        saved = read_best(file)
+    assert saved.metrics["epoch"] == best["epoch"]
+    assert saved.metrics["valid_loss"] == best["valid_loss"] < saved.metrics["raw_valid_loss"]
+    model = AWDLSTM(task.config.model, len(saved.vocabulary), torch.Generator())
+    model.load_state_dict(saved.tensors)
+    assert evaluate(model, load_corpus(task.corpus, tmp_path).valid) == best["valid_loss"]
+    assert saved.config["regularization"]["eld_stop_gradient"] is True
 
 
 def test_resumed_attempt_trains_no_epoch_twice(

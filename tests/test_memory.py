@@ -70,6 +70,7 @@ def trial(model: dict[str, Any], training: dict[str, Any], regularizer: str) -> 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "training", "regularizer", "size"), CASES)
 def test_the_estimate_lies_above_the_measured_peak_and_not_far_above(
     model: dict[str, Any], training: dict[str, Any], regularizer: str, size: int

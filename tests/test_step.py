@@ -6,6 +6,7 @@ equal, 7.
 
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -57,6 +58,12 @@ def build(
     return trained, recorder.drawn, columns_TB
 
 
+@cache
+def model_of(shape: str) -> AWDLSTM:
+    """One that takes any weights of that shape."""
+    return AWDLSTM(SHAPES[shape], V, torch.Generator()).double()
+
+
 def copied(model: AWDLSTM) -> Weights:
     return {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
 
@@ -77,7 +84,7 @@ def second_pass(
 def test_a_step_and_its_loss_equal_the_reference(name: str, shape: str, alpha: float, beta: float) -> None:
     config, regularization = SHAPES[shape], replace(REGULARIZATIONS[name], alpha=alpha, beta=beta)
     training, drawn, columns_TB = build(config, regularization)
-    model = AWDLSTM(config, V, torch.Generator()).double()
+    model = model_of(shape)
     weights = initial = copied(training.model)
     state = model.zero_state(B)
     (epoch,) = training.epochs()
