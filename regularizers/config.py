@@ -1,6 +1,7 @@
 """Which regularizer, and how strongly: the part of a trial's configuration about the loss. No torch."""
 
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, FiniteFloat, field_validator
 from pydantic.dataclasses import dataclass
@@ -15,7 +16,7 @@ class Regularization:
     regularizer: str = "none"
     """Name of a row of the table of regularizers."""
     kappa: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """Factor of the regularizer's penalty; null takes the regularizer's default."""
+    """Factor of the regularizer's penalty; null takes the regularizer's default for so many layers."""
     alpha: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Factor of activation regularization (AR), on the last layer's dropped output."""
     beta: Annotated[FiniteFloat, Field(ge=0)] = 0.0
@@ -38,6 +39,11 @@ class Regularization:
     @property
     def effective_kappa(self) -> float:
         return self.declaration.default_kappa if self.kappa is None else self.kappa
+
+    def completed(self, layers: int) -> Self:
+        """With kappa written out, for a model of so many layers."""
+        kappa = self.declaration.kappa_for(layers) if self.kappa is None else self.kappa
+        return replace(self, kappa=kappa)
 
     @property
     def second_pass_has_gradient(self) -> bool:

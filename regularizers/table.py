@@ -26,11 +26,18 @@ class Regularizer:
     default_kappa: float
     """Factor of the penalty where none is given."""
     source: str
+    single_layer_kappa: float | None = None
+    """The same for a model of one layer, where that is another."""
+
+    def kappa_for(self, layers: int) -> float:
+        """Factor of the penalty where none is given, for a model of so many layers."""
+        single = self.single_layer_kappa if layers == 1 else None
+        return self.default_kappa if single is None else single
 
 
 _ROWS = (
     Regularizer("none", "none", False, "first", "none", 0.0, "Merity 2017"),
-    Regularizer("fraternal", "new_masks", True, "mean", "difference", 0.1, "Zolna 2018 eq. 1-2"),
+    Regularizer("fraternal", "new_masks", True, "mean", "difference", 0.1, "Zolna 2018 eq. 1-2", 0.15),
     Regularizer("expectation_linear", "no_dropout", False, "first", "difference", 0.25, "Zolna 2018 §3.1"),
     Regularizer("expectation_linear_both", "no_dropout", True, "mean", "difference", 0.25, "Zolna 2018 §5.1"),
     Regularizer("pi_model", "new_masks", True, "first", "difference", 0.15, "Zolna 2018 §3.2"),

@@ -285,6 +285,17 @@ def test_kappas_that_the_paper_names_are_its_defaults() -> None:
     assert {name: REGULARIZERS[name].default_kappa for name in named} == named
 
 
+@EVERY
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_kappa_not_given_is_written_out_for_so_many_layers(name: str, layers: int) -> None:
+    """0.15 for fraternal dropout on one layer, as in the released code's ablation; zero stays zero."""
+    single = {"fraternal": 0.15}.get(name) if layers == 1 else None
+    expected = REGULARIZERS[name].default_kappa if single is None else single
+    assert Regularization(name).completed(layers).kappa == expected
+    assert Regularization(name, kappa=0).completed(layers).kappa == 0
+    assert Regularization(name, kappa=0.7, alpha=2).completed(layers) == Regularization(name, 0.7, 2)
+
+
 def test_an_unknown_regularizer_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         UnknownRegularizer, match=r"'fratrenal'; known: expectation_linear, .*, prediction_norm"

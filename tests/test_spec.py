@@ -289,3 +289,11 @@ def test_preset_yields_to_what_is_given_field_by_field() -> None:
     spec = SweepSpec.model_validate({"preset": "quickstart", "training": {"epochs": 9}, "space": {}})
     assert (spec.training.epochs, spec.training.bptt) == (9, 35)
     assert spec.space == {}
+
+
+@pytest.mark.parametrize(("layers", "kappa"), [(1, 0.15), (3, 0.1)])
+def test_a_trial_knows_the_kappa_that_nobody_gave(layers: int, kappa: float) -> None:
+    given = {"corpus": {"name": "sotu"}, "model": {"layers": layers}, "budget": {"trials": 2}}
+    spec = SweepSpec.model_validate(given)
+    assert spec.trial_config("fd", {}).regularization.kappa == kappa
+    assert spec.trial_config("fd", {"kappa": 0}).regularization.kappa == 0

@@ -212,6 +212,10 @@ class TrialConfig:
     model: AWDLSTMConfig
     training: TrainingConfig
     regularization: Regularization
+    """With a kappa, the default one where none was given."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regularization", self.regularization.completed(self.model.layers))
 
 
 DROPOUTS = ("embed_p", "input_p", "hidden_p", "output_p", "weight_p")
