@@ -310,7 +310,7 @@ def _pairs_remark(compared: tuple[str, str], pairs: Pairs) -> str:
 
 
 def comparison_line(comparison: Comparison) -> str:
-    """As REFERENCE §6 writes it."""
+    """Both shares with their intervals, Fisher's p, and the difference with its own."""
     between = f"[{_points(comparison.interval.low)}, {_points(comparison.interval.high)}]"
     return (
         f"{_percent(comparison.first)} against {_percent(comparison.second)}; p = {comparison.p:.3f}; "

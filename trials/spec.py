@@ -49,7 +49,7 @@ class Wire(BaseModel):
 
 @dataclass(frozen=True, config=CLOSED)
 class TrainingConfig:
-    """How one trial is trained (REFERENCE §4; Merity et al. 2017)."""
+    """How one trial is trained (Merity et al. 2017)."""
 
     epochs: Annotated[int, Field(ge=1, le=100_000)] = 500
     """Passes over the training split."""
