@@ -127,6 +127,7 @@ def train_and_save(
     """
     config = _parse(TrialConfig, {"model": {}, "training": {}, "regularization": {}, **values})
     source = _parse_corpus(corpus_values)
+    print(described(config, source))
     corpus = _load(source, data_dir)
     where = _usable_device(device)
     task = Task("", 0, 1, "", seed, config, source, where, 0)
@@ -137,6 +138,15 @@ def train_and_save(
     for split in ("valid", "test"):
         print(evaluate_file(out, split, None, data_dir).line())
     print(f"saved: {out}")
+
+
+def described(config: TrialConfig, corpus: CorpusSpec) -> str:
+    """Every value that a training run goes by, a line for each section."""
+    sections = {"corpus": corpus.model_dump(mode="json", exclude_none=True), **asdict(config)}
+    return "\n".join(
+        f"{section}: " + ", ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
+        for section, values in sections.items()
+    )
 
 
 def _usable_device(asked: str | None) -> str:

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError, to_json
 
-from models.config import AWDLSTMConfig
+from models.config import AWDLSTMConfig, Rate
 from regularizers.config import Regularization
 from trials.corpora import CorpusSpec
 from trials.presets import PRESETS
@@ -65,10 +65,19 @@ class TrainingConfig:
     """Largest global norm of the gradient."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 1.2e-6
     """L2 on every parameter."""
-    averaging: Literal["nt-asgd", "none"] = "nt-asgd"
-    """Non-monotonically triggered averaging of the iterates, or none."""
+    lr_schedule: Literal["constant", "plateau"] = "constant"
+    """`plateau` multiplies lr by lr_factor whenever validation has not improved for lr_patience epochs."""
+    lr_patience: Annotated[int, Field(ge=1)] = 20
+    """Epochs without improvement before a plateau ends."""
+    lr_factor: Annotated[FiniteFloat, Field(gt=0, lt=1)] = 0.1
+    """What lr is multiplied with at the end of a plateau."""
+    averaging: Literal["nt-asgd", "none", "from-start"] = "nt-asgd"
+    """Averaging of the iterates: triggered non-monotonically, never, or from the first step, ending where
+    `nt-asgd` would switch: fine-tuning."""
     non_monotone_interval: Annotated[int, Field(ge=0)] = 5
     """n of NT-ASGD, in epochs."""
+    state_reset_p: Rate = 0.0
+    """Probability that a window starts from a zero state."""
 
 
 class Choice(Wire):
