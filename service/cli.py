@@ -359,6 +359,53 @@ def quickstart(
     raise typer.Exit(run_quickstart(build_spec(file, None if file else "quickstart", overrides), data_dir))
 
 
+@app.command()
+def reproduce(
+    table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Leave it out to list them.")] = None,
+    scale: Annotated[
+        str, typer.Option(help="tiny (minutes), small (hours) or paper (GPU-days and more).")
+    ] = "tiny",
+    corpus: Annotated[
+        str | None, typer.Option(help="Another corpus than the scale's: a name, a directory, or JSON.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Draws of each arm.")] = None,
+    overrides: Overrides = [],  # noqa: B006
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder; default `reproductions/TABLE-SCALE`.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="The service's own folder; default `data` in the output folder.")
+    ] = None,
+) -> None:
+    """Make a table or figure of the paper again, at a scale; given once more, it goes on where it stopped.
+
+    Example: `fraternal reproduce seeds --scale tiny`
+    """
+    from service.reproduce import get_scale, get_table
+    from service.reproduce import reproduce as run_reproduction
+    from trials.tables import build_spec
+
+    if table is None:
+        _list_tables()
+        return
+    declared, size = get_table(table), get_scale(scale)
+    body = build_spec(declared, size, parse_corpus(corpus) if corpus else None, seeds)
+    folder = out or Path("reproductions") / f"{declared.name}-{size}"
+    raise typer.Exit(run_reproduction(declared, size, with_overrides(body, overrides), folder, data_dir))
+
+
+def _list_tables() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from trials.tables import TABLES
+
+    listing = Table("table", "in the paper", "compares")
+    for declared in TABLES.values():
+        listing.add_row(declared.name, declared.where, declared.compares)
+    Console().print(listing)
+
+
 # Specs on the command line.
 
 
