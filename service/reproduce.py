@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
@@ -243,7 +243,7 @@ def manifest(trained: Trained, corpus: Corpus, seconds: float) -> dict[str, Any]
     return {
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("fraternal", "torch", "ray", "optuna")},
+            **{name: _version(name) for name in ("fraternal", "torch", "ray", "optuna")},
         },
         "corpus": {
             **trained.sweep.spec.corpus.model_dump(mode="json", exclude_none=True),
@@ -253,9 +253,24 @@ def manifest(trained: Trained, corpus: Corpus, seconds: float) -> dict[str, Any]
         "seeds": {str(trial.number): trial.seed for trial in trained.trials},
         "devices": sorted({trial.device for trial in trained.trials if trial.device is not None}),
         "spec": trained.sweep.spec.model_dump(mode="json"),
-        "seconds": round(seconds, 1),
+        "seconds": {"sweep": _seconds_of(trained.sweep), "last_command": round(seconds, 1)},
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _seconds_of(sweep: SweepDetail) -> float | None:
+    """From the sweep's start to its end, pauses between two commands included."""
+    if sweep.started_at is None or sweep.finished_at is None:
+        return None
+    return round((sweep.finished_at - sweep.started_at).total_seconds(), 1)
+
+
+def _version(distribution: str) -> str | None:
+    """None for what runs without being installed, as fraternal itself may from its source tree."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _write(result: Reproduction, described: dict[str, Any], out: Path) -> None:

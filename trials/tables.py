@@ -170,7 +170,7 @@ _ALL = (
     ),
     Table(
         name="seeds",
-        title="Ten seeds of the baseline",
+        title="The baseline under several seeds",
         where="§4.1, after Table PTB24M",
         compares="the AWD-LSTM baseline with itself under other seeds, without fine-tuning",
         preset="awd-lstm-ptb",
