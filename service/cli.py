@@ -14,6 +14,7 @@ from service.errors import INTERRUPTED, CommandFailed
 
 if TYPE_CHECKING:
     from service.client import FraternalClient
+    from trials.presets import Preset
 
 DEFAULT_URL = "http://127.0.0.1:8123"
 
@@ -106,7 +107,7 @@ def submit(
         str | None, typer.Argument(metavar="FILE", help="JSON file with a spec; `-` reads standard input.")
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="Start from this preset: quickstart or paper-search.")
+        str | None, typer.Option(help="Start from this preset; `fraternal presets` lists them.")
     ] = None,
     overrides: Overrides = [],  # noqa: B006  # typer's way to say "repeatable"; never changed
     watch: Annotated[bool, typer.Option("--watch", help="Follow the sweep to its end.")] = False,
@@ -308,7 +309,12 @@ def evaluate(
 
 @app.command()
 def train(
-    corpus: Annotated[str, typer.Option(help="sotu, ptb, wikitext2, a directory, or JSON.")],
+    corpus: Annotated[
+        str | None, typer.Option(help="sotu, ptb, wikitext2, a directory, or JSON; else the preset's.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Start from this preset's values; `fraternal presets` lists them.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the best checkpoint goes.")] = Path(
         "best.tar"
     ),
@@ -338,12 +344,46 @@ def train(
         "training": {"epochs": epochs, "batch_size": batch_size, "bptt": bptt},
         "model": {"embedding_size": embedding_size, "hidden_size": hidden_size, "layers": layers},
     }
-    values: dict[str, Any] = {
-        section: {name: value for name, value in given.items() if value is not None}
-        for section, given in sections.items()
+    given: dict[str, Any] = {
+        section: {name: value for name, value in options.items() if value is not None}
+        for section, options in sections.items()
     }
-    with_overrides(values, overrides)
-    train_and_save(values, parse_corpus(corpus), seed, device, out, data_dir)
+    if corpus is not None:
+        given["corpus"] = parse_corpus(corpus)
+    values = with_overrides(_laid_over_preset(preset, given), overrides)
+    if "corpus" not in values:
+        raise typer.BadParameter("give --corpus, or a --preset that has one")
+    train_and_save(values, values.pop("corpus"), seed, device, out, data_dir)
+
+
+@app.command()
+def presets(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this one in full.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the presets, or every value of one of them with its source.
+
+    Example: `fraternal presets fraternal-ptb`
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    if name is None:
+        from trials.presets import DECLARED
+
+        columns, rows = (
+            ("name", "what", "corpus"),
+            [(found.name, found.what, found.spec["corpus"]["name"]) for found in DECLARED.values()],
+        )
+    else:
+        columns, rows = ("field", "value", "source"), list(_preset(name).written)
+    if as_json:
+        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
+        return
+    table = Table(*columns)
+    for first, second, third in rows:
+        table.add_row(first, second if name is None else json.dumps(second), third)
+    Console().print(table)
 
 
 @app.command()
@@ -354,7 +394,8 @@ def finetune(
     ),
     times: Annotated[int, typer.Option(min=1, help="How often in a row; the paper's table has 1 and 2.")] = 1,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Decides windows and masks; by default the checkpoint's own.")
+        int | None,
+        typer.Option(min=0, help="Decides windows and masks; by default the checkpoint's and one."),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
     device: Device = "auto",
@@ -411,6 +452,53 @@ def quickstart(
     raise typer.Exit(run_quickstart(build_spec(file, None if file else "quickstart", overrides), data_dir))
 
 
+@app.command()
+def reproduce(
+    table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Leave it out to list them.")] = None,
+    scale: Annotated[
+        str, typer.Option(help="tiny (minutes), small (hours) or paper (GPU-days and more).")
+    ] = "tiny",
+    corpus: Annotated[
+        str | None, typer.Option(help="Another corpus than the scale's: a name, a directory, or JSON.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Draws of each arm.")] = None,
+    overrides: Overrides = [],  # noqa: B006
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder; default `reproductions/TABLE-SCALE`.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="The service's own folder; default `data` in the output folder.")
+    ] = None,
+) -> None:
+    """Make a table or figure of the paper again, at a scale; given once more, it goes on where it stopped.
+
+    Example: `fraternal reproduce seeds --scale tiny`
+    """
+    from service.reproduce import get_scale, get_table
+    from service.reproduce import reproduce as run_reproduction
+    from trials.tables import build_spec
+
+    if table is None:
+        _list_tables()
+        return
+    declared, size = get_table(table), get_scale(scale)
+    body = build_spec(declared, size, parse_corpus(corpus) if corpus else None, seeds)
+    folder = out or Path("reproductions") / f"{declared.name}-{size}"
+    raise typer.Exit(run_reproduction(declared, size, with_overrides(body, overrides), folder, data_dir))
+
+
+def _list_tables() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from trials.tables import TABLES
+
+    listing = Table("table", "in the paper", "compares")
+    for declared in TABLES.values():
+        listing.add_row(declared.name, declared.where, declared.compares)
+    Console().print(listing)
+
+
 # Specs on the command line.
 
 
@@ -436,6 +524,23 @@ def with_overrides(spec: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
                 raise typer.BadParameter(f"--set {override!r}: {parent} holds a value, not an object")
         place[last] = _parse_value(written)
     return spec
+
+
+def _preset(name: str) -> "Preset":
+    from trials.presets import DECLARED
+
+    if name not in DECLARED:
+        raise CommandFailed(f"unknown preset {name!r}; known: {', '.join(sorted(DECLARED))}")
+    return DECLARED[name]
+
+
+def _laid_over_preset(preset: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """What one training run needs of a preset, under the values that are given."""
+    from trials.spec import merged
+
+    base = _preset(preset).spec if preset is not None else {}
+    needed = ("corpus", "model", "training", "regularization")
+    return merged({section: base[section] for section in needed if section in base}, given)
 
 
 def parse_corpus(written: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """`fraternal train`, `finetune` and `evaluate`: one model on this machine, without a service. Loads torch."""
 
+import json
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,7 @@ def train_and_save(
     """
     config = parse_strictly(TrialConfig, {"model": {}, "training": {}, "regularization": {}, **values})
     source = parse_corpus_spec(corpus_values)
+    print(described(config, source))
     task = Task("", 0, 1, "", seed, config, source, usable_device(device), 0)
     corpus = load(source, data_dir)
     try:
@@ -170,12 +172,22 @@ def train_and_save(
 def finetune_and_save(
     file: Path, values: dict[str, Any], times: int, seed: int | None, device: str, out: Path, data_dir: Path
 ) -> None:
-    """Fine-tune a checkpoint, `times` in a row, each time from the best weights so far; evaluate the outcome.
+    """Fine-tune a checkpoint, `times` in a row, and evaluate the outcome. Raises CommandFailed."""
+    for number in range(1, times + 1):
+        print(f"fine-tuning, {number} of {times}")
+        given = None if seed is None else seed + number - 1
+        finetune_file(file if number == 1 else out, out, values, given, device, data_dir)
+    _print_evaluations(out, data_dir, device)
+
+
+def finetune_file(
+    file: Path, out: Path, values: dict[str, Any], seed: int | None, device: str, data_dir: Path
+) -> None:
+    """Go on from a checkpoint until it converges; what comes out is never worse than what it began with.
 
     As in the paper and the released code: SGD that averages from the first step on, without fraternal dropout
     or a relative of it, until the non-monotone rule with n = 5 says that it has converged. `values` win over
-    that, and over what the checkpoint was trained with. The file is never worse than what it began with.
-    Raises CommandFailed.
+    that, and over what the checkpoint was trained with. Raises CommandFailed.
     """
     checkpoint = _read(file)
     task = _finetuning(checkpoint, values, seed, usable_device(device))
@@ -186,13 +198,19 @@ def finetune_and_save(
             "written: restore it"
         )
     write_best(out, checkpoint)
-    for number in range(1, times + 1):
-        print(f"fine-tuning, {number} of {times}")
-        try:
-            _train(replace(task, seed=task.seed + number), corpus, out, start=_read(out))
-        except (Diverged, NotEnoughMemory, ValueError) as error:
-            raise CommandFailed(str(error)) from error
-    _print_evaluations(out, data_dir, device)
+    try:
+        _train(task, corpus, out, start=checkpoint)
+    except (Diverged, NotEnoughMemory, ValueError) as error:
+        raise CommandFailed(str(error)) from error
+
+
+def described(config: TrialConfig, corpus: CorpusSpec) -> str:
+    """Every value that a training run goes by, a line for each section."""
+    sections = {"corpus": corpus.model_dump(mode="json", exclude_none=True), **asdict(config)}
+    return "\n".join(
+        f"{section}: " + ", ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
+        for section, values in sections.items()
+    )
 
 
 def _finetuning(checkpoint: BestCheckpoint, values: dict[str, Any], seed: int | None, device: str) -> Task:
@@ -209,7 +227,7 @@ def _finetuning(checkpoint: BestCheckpoint, values: dict[str, Any], seed: int | 
         0,
         1,
         "",
-        checkpoint.config["seed"] if seed is None else seed,
+        checkpoint.config["seed"] + 1 if seed is None else seed,
         parse_strictly(TrialConfig, config),
         parse_corpus_spec(checkpoint.config["corpus"]),
         device,

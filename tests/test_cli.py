@@ -202,7 +202,19 @@ def test_a_corpus_can_be_named_shown_or_written_out() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "submit", "ls", "watch", "report", "fetch", "cancel", "evaluate", "train", "quickstart"],
+    [
+        "serve",
+        "submit",
+        "ls",
+        "watch",
+        "report",
+        "fetch",
+        "cancel",
+        "evaluate",
+        "train",
+        "presets",
+        "quickstart",
+    ],
 )
 def test_every_command_explains_itself_with_an_example(command: str) -> None:
     assert f"fraternal {command}" in " ".join(run(command, "-h").stdout.split())
@@ -531,6 +543,30 @@ def test_equal_configurations_train_to_equal_files(trained: Path, text: Path) ->
         "regularization.regularizer=fraternal",
     )
     assert Path("again.tar").read_bytes() == trained.read_bytes()
+
+
+def test_training_from_a_preset_says_every_value_and_what_is_given_wins(text: Path) -> None:
+    result = run(
+        *["train", "--preset", "quickstart", "--corpus", str(text), "--epochs", "1", "--batch-size", "4"],
+        *["--set", "model.embed_p=0.25", "--out", "preset.tar"],
+    )
+    assert result.exit_code == 0, result.stderr
+    said = result.stdout
+    for value in ("embedding_size=64", "bptt=35", "epochs=1,", "embed_p=0.25", "clip=0.25", str(text)):
+        assert value in said
+
+
+def test_training_needs_a_text_from_somewhere() -> None:
+    assert run("train", "--epochs", "1").exit_code == 2
+
+
+def test_presets_are_listed_and_shown_with_their_sources() -> None:
+    assert [row["name"] for row in json.loads(run("presets", "--json").stdout)] == list(PRESETS)
+    rows = {row["field"]: row for row in json.loads(run("presets", "fraternal-ptb", "--json").stdout)}
+    assert rows["model.hidden_p"]["value"] == 0.25
+    assert "0.3" in rows["model.hidden_p"]["source"]
+    assert "fraternal-wt2" in run("presets").stdout
+    assert "known: ablation-ptb" in run("presets", "papers").stderr
 
 
 def test_a_kappa_of_zero_is_zero(text: Path) -> None:

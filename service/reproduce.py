@@ -1,0 +1,297 @@
+"""`fraternal reproduce`: one table of the paper as one sweep of a service of its own, then what follows it.
+
+Whatever is interrupted goes on when the command is given again: the sweep because the service keeps it, what
+is measured afterwards because it is written down one by one.
+"""
+
+import hashlib
+import json
+import platform
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from service.client import FraternalClient
+from service.errors import INTERRUPTED, CommandFailed
+from service.problems import problems_in
+from service.progress import duration, follow
+from service.reproduction import (
+    Curve,
+    Measured,
+    Reproduction,
+    mean_curve,
+    plan,
+    stages,
+    sweep_to_go_on_with,
+    table_json,
+    table_markdown,
+)
+from service.running import Interrupted, Signals, print_addresses, running_service
+from service.schemas import SweepDetail, TrialView
+from service.settings import Settings
+from trials.corpora import Corpus, CorpusError, load_corpus
+from trials.spec import SweepSpec
+from trials.store import CheckpointStore, write_whole
+from trials.tables import SCALES, TABLES, Scale, Table
+
+NOT_TRAINED = ("name", "labels", "baseline", "resources", "retry")
+"""Fields of a sweep that change no trial's numbers: with another value its trials are the same."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A sweep that has succeeded, as the service had it."""
+
+    sweep: SweepDetail
+    trials: tuple[TrialView, ...]
+    curves: tuple[Curve, ...]
+
+
+def get_table(name: str) -> Table:
+    if name not in TABLES:
+        raise CommandFailed(f"unknown table {name!r}; known: {', '.join(TABLES)}")
+    return TABLES[name]
+
+
+def get_scale(name: str) -> Scale:
+    if name not in SCALES:
+        raise CommandFailed(f"unknown scale {name!r}; known: {', '.join(SCALES)}")
+    return name
+
+
+def validated(body: dict[str, Any]) -> SweepSpec:
+    """The sweep that this JSON asks for. Raises CommandFailed."""
+    try:
+        return SweepSpec.model_validate(body)
+    except ValidationError as error:
+        found = problems_in(cast(Any, error.errors()), body, SweepSpec.model_json_schema())
+        raise CommandFailed("\n  ".join(f"{one.pointer}: {one.message}" for one in found)) from error
+
+
+def labels_of(table: Table, scale: Scale, spec: SweepSpec) -> dict[str, str]:
+    """What a sweep is found by again: what it reproduces, and a digest of all that decides its trials."""
+    deciding = spec.model_dump(mode="json", exclude=set(NOT_TRAINED))
+    digest = hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
+    return {"reproduces": table.name, "scale": scale, "trials": digest[:16]}
+
+
+def reproduce(table: Table, scale: Scale, body: dict[str, Any], out: Path, data_dir: Path | None) -> int:
+    """Returns the exit code: 0, 1 if the sweep did not succeed, 130 after a signal. Raises CommandFailed."""
+    console, started = Console(highlight=False), time.monotonic()
+    kept = data_dir or out / "data"
+    spec = validated(body)
+    labels = labels_of(table, scale, spec)
+    console.print(f"{table.name}, {scale}: {plan(table, spec)}", soft_wrap=True)
+    try:
+        with Signals() as signals, running_service(kept, signals, console) as client:
+            trained = _train(client, {**body, "labels": labels}, table, signals, console)
+    except Interrupted:
+        console.print("interrupted; the same command goes on from here")
+        return INTERRUPTED
+    if trained.sweep.state != "succeeded":
+        console.print(f"the sweep {trained.sweep.state}: {trained.sweep.state_reason or ''}")
+        return 1
+    corpus = _load(trained.sweep.spec, kept)
+    measured = _measure(table, trained, corpus, out, kept, console)
+    result = Reproduction(
+        table,
+        scale,
+        trained.sweep.spec.model_copy(update={"baseline": spec.baseline}),
+        _name_of(trained.sweep.spec),
+        trained.trials,
+        measured,
+        trained.curves,
+    )
+    _write(result, manifest(trained, corpus, time.monotonic() - started), out)
+    console.print(f"{out / 'table.md'}; {duration(time.monotonic() - started)} in all")
+    return 0
+
+
+# Training.
+
+
+def _train(
+    client: FraternalClient, body: dict[str, Any], table: Table, signals: Signals, console: Console
+) -> Trained:
+    """Follow the sweep that an earlier run of the command left, or a new one, to its end."""
+    found = sweep_to_go_on_with(client.list_sweeps(), body["labels"])
+    sweep_id = found.id if found else client.create(body).id
+    if found:
+        console.print(f"going on with sweep {sweep_id}, {found.state}")
+    print_addresses(client, sweep_id, console)
+    follow(client, sweep_id, console, signals.pause)
+    sweep, trials = client.get(sweep_id), tuple(client.trials(sweep_id))
+    return Trained(sweep, trials, _curves(client, sweep, trials) if table.curves else ())
+
+
+def _curves(client: FraternalClient, sweep: SweepDetail, trials: Sequence[TrialView]) -> tuple[Curve, ...]:
+    return tuple(
+        mean_curve(
+            arm,
+            [client.trial(sweep.id, one.number).curve for one in trials if one.arm == arm and _complete(one)],
+        )
+        for arm in sweep.spec.arms
+    )
+
+
+def _complete(trial: TrialView) -> bool:
+    return trial.state == "COMPLETE" and trial.checkpoint_sha256 is not None
+
+
+# Measuring.
+
+
+class Notebook:
+    """What has been measured of one sweep's trials: a file, written whole with each measurement."""
+
+    def __init__(self, path: Path, sweep_id: str) -> None:
+        self._path, self._sweep_id = path, sweep_id
+        written = json.loads(path.read_text()) if path.exists() else {}
+        rows = written.get("measured", []) if written.get("sweep") == sweep_id else []
+        self.measured = [Measured(**row) for row in rows]
+
+    def has(self, number: int, finetunes: int, masks: int) -> bool:
+        return any(
+            (one.number, one.finetunes, one.masks) == (number, finetunes, masks) for one in self.measured
+        )
+
+    def add(self, measured: Measured) -> None:
+        self.measured.append(measured)
+        rows = [asdict(one) for one in self.measured]
+        write_whole(self._path, _json({"sweep": self._sweep_id, "measured": rows}))
+
+
+def _measure(
+    table: Table, trained: Trained, corpus: Corpus, out: Path, data_dir: Path, console: Console
+) -> tuple[Measured, ...]:
+    from service.measure import finetune
+
+    notebook = Notebook(out / "measured.json", trained.sweep.id)
+    store = CheckpointStore(Settings(data_dir=data_dir).resolved_store_url)
+    for trial in filter(_complete, trained.trials):
+        for finetunes, masks in stages(table, trial.arm):
+            if notebook.has(trial.number, finetunes, masks):
+                continue
+            console.print(
+                f"trial {trial.number}, {trial.arm}: fine-tunings {finetunes}, masks {masks or 'mean'}"
+            )
+            files = Checkpoints(
+                store,
+                trained.sweep.id,
+                trial.number,
+                out / "checkpoints",
+                partial(finetune, data_dir=data_dir),
+            )
+            notebook.add(_measured(table, trial, files.get(finetunes), corpus, finetunes, masks))
+    return tuple(notebook.measured)
+
+
+def _measured(
+    table: Table, trial: TrialView, file: Path, corpus: Corpus, finetunes: int, masks: int
+) -> Measured:
+    from service.measure import hidden_activation, losses
+
+    found = losses(file, corpus, masks, trial.seed)
+    activation = hidden_activation(file, corpus) if table.activation else None
+    return Measured(trial.number, finetunes, masks, found.valid, found.test, activation)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """One trial's best checkpoint, and what fine-tuning made of it, as files of the output folder."""
+
+    store: CheckpointStore
+    sweep_id: str
+    number: int
+    folder: Path
+    finetune: Callable[[Path, Path], None]
+    """Fine-tunes the first file's model and writes the second."""
+
+    def get(self, finetunes: int) -> Path:
+        """The checkpoint after so many fine-tunings; what is not there yet is made."""
+        path = self.folder / f"{self.sweep_id}-t{self.number:05d}-finetuned-{finetunes}.tar"
+        if not path.exists():
+            part = path.with_suffix(".unfinished.tar")
+            part.unlink(missing_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make(finetunes, part)
+            part.replace(path)
+        return path
+
+    def _make(self, finetunes: int, part: Path) -> None:
+        if finetunes:
+            self.finetune(self.get(finetunes - 1), part)
+        else:
+            with self.store.open_best(self.sweep_id, self.number) as best, part.open("wb") as copy:
+                shutil.copyfileobj(best, copy)
+
+
+# Writing.
+
+
+def manifest(trained: Trained, corpus: Corpus, seconds: float) -> dict[str, Any]:
+    """What it takes to do this again."""
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("fraternal", "torch", "ray", "optuna")},
+        },
+        "corpus": {
+            **trained.sweep.spec.corpus.model_dump(mode="json", exclude_none=True),
+            "sha256": dict(corpus.sha256),
+        },
+        "sweep": trained.sweep.id,
+        "seeds": {str(trial.number): trial.seed for trial in trained.trials},
+        "devices": sorted({trial.device for trial in trained.trials if trial.device is not None}),
+        "spec": trained.sweep.spec.model_dump(mode="json"),
+        "seconds": {"sweep": _seconds_of(trained.sweep), "last_command": round(seconds, 1)},
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def _seconds_of(sweep: SweepDetail) -> float | None:
+    """From the sweep's start to its end, pauses between two commands included."""
+    if sweep.started_at is None or sweep.finished_at is None:
+        return None
+    return round((sweep.finished_at - sweep.started_at).total_seconds(), 1)
+
+
+def _version(distribution: str) -> str | None:
+    """None for what runs without being installed, as fraternal itself may from its source tree."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _write(result: Reproduction, described: dict[str, Any], out: Path) -> None:
+    write_whole(out / "table.md", table_markdown(result).encode())
+    write_whole(out / "table.json", _json(table_json(result)))
+    write_whole(out / "manifest.json", _json(described))
+
+
+def _json(document: dict[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _load(spec: SweepSpec, data_dir: Path) -> Corpus:
+    try:
+        return load_corpus(spec.corpus, data_dir)
+    except CorpusError as error:
+        raise CommandFailed(str(error)) from error
+
+
+def _name_of(spec: SweepSpec) -> str:
+    corpus = spec.corpus.model_dump(mode="json", exclude_none=True)
+    name = corpus.pop("name", None) or Path(corpus.pop("path")).name
+    parts = ", ".join(f"{option} {value}" for option, value in corpus.items())
+    return f"corpus {name}" + (f" ({parts})" if parts else "")

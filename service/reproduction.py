@@ -1,0 +1,317 @@
+"""A table of the paper beside ours: pure functions of its declaration, its trials, what was measured."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from service.report import build_report, to_json, to_markdown
+from service.schemas import EpochView, SweepView, TrialView
+from trials.perplexity import perplexity
+from trials.spec import SweepSpec
+from trials.tables import Row, Scale, Score, SearchRow, Table
+
+CONFIDENCE = 0.95
+CURVE_POINTS = 10
+"""Epochs that table.md shows of a curve; table.json has all of them."""
+BLANK = "–"
+WARNINGS: dict[Scale, str] = {
+    "tiny": "**This is neither the paper's scale nor the paper's corpus: our numbers can only be compared "
+    "with one another.**",
+    "small": "**This is not the paper's scale: our numbers can only be compared with one another.**",
+    "paper": "The paper's configuration at full length.",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One trial's best checkpoint, after so many fine-tunings, under so many sampled masks (0: the mean)."""
+
+    number: int
+    finetunes: int
+    masks: int
+    valid_loss: float
+    """Nats per token."""
+    test_loss: float
+    """Nats per token."""
+    activation: float | None = None
+    """Mean of h², where the table asks for it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over trials."""
+
+    n: int
+    mean: float
+    half_width: float | None
+    """Of the 95 % confidence interval, by Student's t; None for a single trial."""
+    best: float
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    label: str
+    arm: str
+    paper_valid: Score | None
+    paper_test: Score | None
+    valid: Estimate | None
+    """Perplexities; None where no trial of the arm has been measured."""
+    test: Estimate | None
+    best_valid: float | None
+    test_of_best: float | None
+    """Test perplexity of the trial that validation chose."""
+    activation: Estimate | None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Mean perplexities over an arm's trials, epoch by epoch."""
+
+    arm: str
+    train: tuple[float, ...]
+    valid: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """All that a finished reproduction is written from."""
+
+    table: Table
+    scale: Scale
+    spec: SweepSpec
+    corpus: str
+    trials: tuple[TrialView, ...]
+    measured: tuple[Measured, ...]
+    curves: tuple[Curve, ...]
+
+    @property
+    def rows(self) -> tuple[ResultRow, ...]:
+        return tuple(result_row(row, self.trials, self.measured) for row in self.table.rows)
+
+    @property
+    def seeds(self) -> int:
+        return self.spec.budget.trials // len(self.spec.arms)
+
+
+# What to run.
+
+
+def stages(table: Table, arm: str) -> list[tuple[int, int]]:
+    """(fine-tunings, masks) that a trial of this arm is measured at, fewer fine-tunings first."""
+    return sorted({(row.finetunes, row.masks) for row in table.rows if row.arm == arm})
+
+
+def sweep_to_go_on_with(sweeps: Iterable[SweepView], labels: Mapping[str, str]) -> SweepView | None:
+    """The newest sweep of exactly these labels that is not lost: running, queued, or already through."""
+    return next(
+        (sweep for sweep in sweeps if sweep.labels == labels and sweep.state not in {"failed", "cancelled"}),
+        None,
+    )
+
+
+def plan(table: Table, spec: SweepSpec) -> str:
+    """What is about to be done, in one sentence."""
+    trials, epochs, arms = spec.budget.trials, spec.training.epochs, len(spec.arms)
+    line = f"{trials} trials ({arms} arms), {epochs} epochs each at most: {trials * epochs} epochs"
+    each = [stages(table, spec.arm_of(number)) for number in range(trials)]
+    finetunes = sum(max((count for count, _ in found), default=0) for found in each)
+    evaluations = sum(map(len, each))
+    then = [f"{finetunes} fine-tunings"] * bool(finetunes) + [f"{evaluations} evaluations"] * bool(
+        evaluations
+    )
+    return line + (f"; then {' and '.join(then)}" if then else "")
+
+
+# Statistics.
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    if not values:
+        return None
+    half = (
+        student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+        if len(values) > 1 and all(map(math.isfinite, values))
+        else None
+    )
+    return Estimate(len(values), fmean(values), half, min(values))
+
+
+def student_t(degrees: int, confidence: float = CONFIDENCE) -> float:
+    """t with P(|T| < t) = confidence for whole degrees of freedom >= 1 (Abramowitz & Stegun 26.7.3-4)."""
+    low, high = 0.0, math.pi / 2
+    while high - low > 1e-15:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def _within(theta: float, degrees: int) -> float:
+    """P(|T| < t) where tan(theta) = t / sqrt(degrees)."""
+    odd, cosine = degrees % 2, math.cos(theta)
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(1 + odd, degrees, 2):
+        total += term
+        term *= k / (k + 1) * cosine**2
+    series = math.sin(theta) * total
+    return 2 / math.pi * (theta + series) if odd else series
+
+
+# Results.
+
+
+def result_row(row: Row, trials: Iterable[TrialView], measured: Iterable[Measured]) -> ResultRow:
+    of_arm = {trial.number for trial in trials if trial.arm == row.arm}
+    found = [
+        one
+        for one in measured
+        if one.number in of_arm and (one.finetunes, one.masks) == (row.finetunes, row.masks)
+    ]
+    chosen = min(found, key=lambda one: one.valid_loss, default=None)
+    return ResultRow(
+        label=row.label,
+        arm=row.arm,
+        paper_valid=row.valid,
+        paper_test=row.test,
+        valid=estimate([perplexity(one.valid_loss) for one in found]),
+        test=estimate([perplexity(one.test_loss) for one in found]),
+        best_valid=perplexity(chosen.valid_loss) if chosen else None,
+        test_of_best=perplexity(chosen.test_loss) if chosen else None,
+        activation=estimate([one.activation for one in found if one.activation is not None]),
+    )
+
+
+def mean_curve(arm: str, curves: Sequence[Sequence[EpochView]]) -> Curve:
+    """The mean over trials, as far as the shortest of them goes."""
+    epochs = list(zip(*curves, strict=False))
+    return Curve(
+        arm,
+        train=tuple(fmean(perplexity(one.train_loss) for one in epoch) for epoch in epochs),
+        valid=tuple(fmean(perplexity(one.valid_loss) for one in epoch) for epoch in epochs),
+    )
+
+
+# Forms.
+
+
+def table_markdown(result: Reproduction) -> str:
+    table, spec = result.table, result.spec
+    parts = [
+        f"# {table.title}: {table.name}, {result.scale}\n",
+        f"{WARNINGS[result.scale]}\n",
+        f"{table.where} of Zolna et al. 2018: {table.compares}.\n",
+        f"Ours: {result.corpus}; {spec.model.layers} LSTM layer(s), E = {spec.model.embedding_size}, "
+        f"H = {spec.model.hidden_size}; {spec.training.epochs} epochs; {result.seeds} draws an arm.\n",
+        _search_markdown(result) if table.search else _rows_markdown(result),
+        *([_curves_markdown(result.curves)] if table.curves else []),
+        *(f"- {remark}\n" for remark in table.remarks),
+    ]
+    return "\n".join(parts)
+
+
+def table_json(result: Reproduction) -> dict[str, Any]:
+    """The same numbers, unrounded; null for what is no finite number."""
+    table = result.table
+    document: dict[str, Any] = {
+        "table": table.name,
+        "title": table.title,
+        "where": table.where,
+        "scale": result.scale,
+        "comparable_with_the_paper": result.scale == "paper",
+        "corpus": result.corpus,
+        "seeds": result.seeds,
+        "rows": [asdict(row) for row in result.rows],
+        "paper_search": [asdict(row) for row in table.search],
+        "report": to_json(build_report(result.spec, result.trials)) if table.search else None,
+        "curves": [asdict(curve) for curve in result.curves],
+        "remarks": list(table.remarks),
+    }
+    return {key: _finite(value) for key, value in document.items()}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _rows_markdown(result: Reproduction) -> str:
+    head = ["row", "paper valid", "paper test", "n", "ours valid", "ours test", "best valid", "its test"]
+    asked = result.table.activation
+    rows = [
+        [
+            row.label,
+            _score(row.paper_valid),
+            _score(row.paper_test),
+            str(row.valid.n) if row.valid else "0",
+            _estimate(row.valid),
+            _estimate(row.test),
+            _number(row.best_valid),
+            _number(row.test_of_best),
+            *([_estimate(row.activation, digits=4)] if asked else []),
+        ]
+        for row in result.rows
+    ]
+    words = "Perplexities; ours as the mean over trials with its 95 % confidence interval (Student's t).\n"
+    return _grid([*head, *(["hidden activation"] if asked else [])], rows) + "\n" + words
+
+
+def _search_markdown(result: Reproduction) -> str:
+    head = ["paper", "best", "top-5 mean", "top-10 mean", "beat baseline"]
+    paper = _grid(head, [_search_cells(row) for row in result.table.search])
+    ours = to_markdown(build_report(result.spec, result.trials))
+    no_baseline = (
+        "\nThe paper's 60.7 is of another model. To count against a baseline, measure one (`fraternal "
+        f"reproduce seeds --scale {result.scale}`) and run this again with `--set baseline=PERPLEXITY`: "
+        "nothing is trained twice.\n"
+    )
+    return f"{paper}\n{ours}" + (no_baseline if result.spec.baseline is None else "")
+
+
+def _search_cells(row: SearchRow) -> list[str]:
+    return [
+        row.label,
+        *(f"{value:.1f}" for value in (row.best, row.top5_mean, row.top10_mean)),
+        f"{row.beating} of {row.n}",
+    ]
+
+
+def _curves_markdown(curves: Sequence[Curve]) -> str:
+    """Train/validation perplexity at a few epochs, the last among them."""
+    length = max((len(curve.valid) for curve in curves), default=0)
+    shown = sorted({round(length * part / CURVE_POINTS) for part in range(1, CURVE_POINTS + 1)} - {0})
+    rows = [[curve.arm, *(_point(curve, epoch) for epoch in shown)] for curve in curves]
+    return _grid(["train/valid after epoch", *map(str, shown)], rows)
+
+
+def _point(curve: Curve, epoch: int) -> str:
+    if epoch > len(curve.valid):
+        return BLANK
+    return f"{curve.train[epoch - 1]:.1f}/{curve.valid[epoch - 1]:.1f}"
+
+
+def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in (head, rule, *rows))
+
+
+def _score(score: Score | None) -> str:
+    if score is None:
+        return BLANK
+    spread = f" ± {score.plus_minus}" if score.plus_minus is not None else ""
+    return f"{score.mean}{spread}" + (f" (min {score.best})" if score.best is not None else "")
+
+
+def _estimate(found: Estimate | None, digits: int = 2) -> str:
+    if found is None:
+        return BLANK
+    spread = f" ± {found.half_width:.{digits}f}" if found.half_width is not None else ""
+    return f"{found.mean:.{digits}f}{spread}"
+
+
+def _number(value: float | None) -> str:
+    return BLANK if value is None else f"{value:.2f}"

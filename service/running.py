@@ -1,0 +1,140 @@
+"""A service of one's own for the length of a command: started, found ready, and gone in the end.
+
+It is a process of its own, asked over HTTP as any client does. A signal never breaks into the middle of
+something: it is noted, and looked for in every pause, so that whatever was started is known and gets stopped.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import psutil
+from rich.console import Console
+
+from service.client import ClientError, FraternalClient
+from service.errors import CommandFailed
+from service.launcher import marked_processes
+
+USUAL_PORT = 8123
+SLICE_S = 0.1
+"""A noted signal is acted on after at most so long."""
+SECONDS_TO_START = 60.0
+SECONDS_TO_STOP = 30.0
+MARK = "FRATERNAL_STARTED_BY"
+"""Environment variable that everything started here inherits, drivers and their workers too."""
+
+
+class Interrupted(Exception):
+    """A signal asked for an early end."""
+
+
+class Signals:
+    """Notes SIGINT, SIGTERM and SIGHUP, however often they come, until its block ends."""
+
+    def __init__(self) -> None:
+        self._noted = False
+        self._before = {
+            number: signal.signal(number, self._note)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = True
+
+    def pause(self, seconds: float) -> None:
+        """Raises Interrupted as soon as a signal has come."""
+        until = time.monotonic() + seconds
+        while not self._noted and (left := until - time.monotonic()) > 0:
+            time.sleep(min(SLICE_S, left))
+        if self._noted:
+            raise Interrupted
+
+
+@contextmanager
+def running_service(data_dir: Path, signals: Signals, console: Console) -> Iterator[FraternalClient]:
+    """A service that is ready. In the end neither it nor anything it started is left."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    token, port, log = secrets.token_hex(8), _free_port(), data_dir / "service.log"
+    console.print(f"starting a service on port {port}; it keeps its things in {data_dir} and logs to {log}")
+    with log.open("ab") as output:
+        position = output.tell()
+        process = subprocess.Popen(
+            command("serve", "--port", str(port), "--data-dir", str(data_dir), "--stop-drivers"),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, MARK: token},
+            start_new_session=True,  # the terminal's signals are for us: we stop it, in order
+        )
+    try:
+        with FraternalClient(f"http://127.0.0.1:{port}") as client:
+            _wait_until_ready(client, process, signals, log, position)
+            yield client
+    finally:
+        _stop(process, token)
+
+
+def _wait_until_ready(
+    client: FraternalClient, process: subprocess.Popen[bytes], signals: Signals, log: Path, position: int
+) -> None:
+    """Raises CommandFailed with what the service said, if it ends or does not get ready."""
+    until = time.monotonic() + SECONDS_TO_START
+    while process.poll() is None and time.monotonic() < until:
+        with suppress(ClientError):
+            client.check_ready()
+            return
+        signals.pause(SLICE_S)
+    signals.pause(0)  # Ctrl-C reaches a service that has not left our process group yet
+    said = log.read_bytes()[position:].decode(errors="replace").strip()
+    raise CommandFailed(f"the service did not start: {said[-2000:] or f'see {log}'}")
+
+
+def _stop(process: subprocess.Popen[bytes], token: str) -> None:
+    """Ask the service to stop; what is still there afterwards, its own children included, is killed."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(SECONDS_TO_STOP)
+    while left := marked_processes(MARK, token):
+        for survivor in left:
+            with suppress(psutil.NoSuchProcess):
+                survivor.kill()
+        psutil.wait_procs(left, timeout=1)
+    process.wait()
+
+
+def print_addresses(client: FraternalClient, sweep_id: str, console: Console) -> None:
+    console.print(f"sweep      {client.base_url}/v1/sweeps/{sweep_id}", soft_wrap=True)
+    console.print(f"dashboard  {client.base_url}/dashboard", soft_wrap=True)
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of `fraternal`, in this environment."""
+    return [sys.executable, "-m", "service.cli", *arguments]
+
+
+def _free_port() -> int:
+    """The usual port, or another one where that is taken."""
+    for port in (USUAL_PORT, 0):
+        with socket.socket() as candidate, suppress(OSError):
+            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            candidate.bind(("127.0.0.1", port))
+            return int(candidate.getsockname()[1])
+    raise CommandFailed("no port is free on 127.0.0.1")
