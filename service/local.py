@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,7 @@ def finetune_and_save(
     """Fine-tune a checkpoint, `times` in a row, and evaluate the outcome. Raises CommandFailed."""
     for number in range(1, times + 1):
         print(f"fine-tuning, {number} of {times}")
-        given = None if seed is None else seed + number - 1
-        finetune_file(file if number == 1 else out, out, values, given, device, data_dir)
+        finetune_file(file if number == 1 else out, out, values, seed, device, data_dir)
     _print_evaluations(out, data_dir, device)
 
 
@@ -190,17 +189,20 @@ def finetune_file(
     that, and over what the checkpoint was trained with. Raises CommandFailed.
     """
     checkpoint = _read(file)
-    task = _finetuning(checkpoint, values, seed, usable_device(device))
+    number = checkpoint.config.get("finetunings", 0) + 1
+    start = replace(checkpoint, config={**checkpoint.config, "finetunings": number})
+    task = _finetuning(start, values, seed, usable_device(device))
     corpus = load(task.corpus, data_dir)
     if corpus.vocabulary != checkpoint.vocabulary or corpus.sha256 != checkpoint.config["corpus_sha256"]:
         raise CommandFailed(
             f"fine-tuning goes on with the text of the training run, but that has changed since {file} was "
             "written: restore it"
         )
-    write_best(out, checkpoint)
     try:
-        _train(task, corpus, out, start=checkpoint)
-    except (Diverged, NotEnoughMemory, ValueError) as error:
+        _train(task, corpus, out, start)
+    except Diverged as error:  # that, too, is an end: what is best so far is there
+        print(f"fine-tuning diverged: {error}")
+    except (NotEnoughMemory, ValueError) as error:
         raise CommandFailed(str(error)) from error
 
 
@@ -215,6 +217,11 @@ def described(config: TrialConfig, corpus: CorpusSpec) -> str:
 
 def _finetuning(checkpoint: BestCheckpoint, values: dict[str, Any], seed: int | None, device: str) -> Task:
     own = {name: checkpoint.config[name] for name in ("model", "training", "regularization")}
+    for name, given in values.items():
+        if name not in own or not isinstance(given, dict):
+            raise CommandFailed(
+                f"fine-tuning takes values of {', '.join(own)}, like training.lr; found {name!r}"
+            )
     unregularized = {"regularizer": "none", "kappa": None}
     by_the_paper = {"averaging": "from-start", "non_monotone_interval": 5, "lr_schedule": "constant"}
     config = {
@@ -222,13 +229,17 @@ def _finetuning(checkpoint: BestCheckpoint, values: dict[str, Any], seed: int | 
         "training": {**own["training"], **by_the_paper, **values.get("training", {})},
         "regularization": {**own["regularization"], **unregularized, **values.get("regularization", {})},
     }
+    parsed: TrialConfig = parse_strictly(TrialConfig, config)
+    trained = AWDLSTMConfig(**own["model"])
+    if (parsed.model.layer_sizes, parsed.model.tied) != (trained.layer_sizes, trained.tied):
+        raise CommandFailed("fine-tuning goes on with the checkpoint's weights: sizes, layers and tied stay")
     return Task(
         "",
         0,
         1,
         "",
-        checkpoint.config["seed"] + 1 if seed is None else seed,
-        parse_strictly(TrialConfig, config),
+        (checkpoint.config["seed"] if seed is None else seed) + checkpoint.config["finetunings"],
+        parsed,
         parse_corpus_spec(checkpoint.config["corpus"]),
         device,
         0,
@@ -258,6 +269,8 @@ def _train(task: Task, corpus: Corpus, out: Path, start: BestCheckpoint | None =
     training = Training(
         config.model, config.training, config.regularization, *sizes, task.seed, task.device, weights
     )
+    if start is not None:
+        write_best(out, start)
     began, best = time.monotonic(), start.metrics["valid_loss"] if start else math.inf
     kept = "the weights that it began with" if start else None
     try:
@@ -265,12 +278,18 @@ def _train(task: Task, corpus: Corpus, out: Path, start: BestCheckpoint | None =
             display.show(of_training([], config.training.epochs, 0.0))
             for result in training.epochs():
                 if result.valid_loss < best:
-                    write_best(out, best_checkpoint(training, task, corpus))
+                    write_best(out, _of_finetuning(best_checkpoint(training, task, corpus), start))
                     best, kept = result.valid_loss, f"the weights of epoch {result.epoch}"
                 display.show(of_training(training.history, config.training.epochs, time.monotonic() - began))
     except (KeyboardInterrupt, Diverged):
         print(f"{out} keeps {kept}" if kept else "no epoch ended: nothing was saved")
         raise
+
+
+def _of_finetuning(checkpoint: BestCheckpoint, start: BestCheckpoint | None) -> BestCheckpoint:
+    """With the seed of the first training and the number of this fine-tuning: each has its own seed."""
+    own = {name: start.config[name] for name in ("seed", "finetunings")} if start else {}
+    return replace(checkpoint, config={**checkpoint.config, **own})
 
 
 def _print_evaluations(out: Path, data_dir: Path, device: str) -> None:

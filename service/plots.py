@@ -6,6 +6,7 @@ A trial is a thin line in its arm's colour; the best trial of each arm is a thic
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -15,6 +16,7 @@ from matplotlib.lines import Line2D
 from service.errors import CommandFailed
 from service.schemas import EpochView, TrialDetail
 from trials.perplexity import perplexity
+from trials.store import write_whole
 
 FORMATS = (".png", ".svg", ".pdf")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -52,12 +54,14 @@ def plot_dynamics(title: str, trials: Sequence[TrialDetail], out: Path) -> None:
     colours = dict(zip(sorted({trial.arm for trial in drawn}), _cycled(), strict=False))
     rows = math.ceil(len(PANELS) / COLUMNS)
     figure = Figure(figsize=(5 * COLUMNS, 3.2 * rows), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     for axes, panel in zip(figure.subplots(rows, COLUMNS).flat, PANELS, strict=True):
         _draw(axes, panel, drawn, colours)
     lines = [Line2D([], [], color=colour, label=arm) for arm, colour in colours.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines))
-    figure.savefig(out, dpi=120)
+    drawing = BytesIO()
+    figure.savefig(drawing, format=out.suffix[1:], dpi=120)
+    write_whole(out, drawing.getvalue())
 
 
 def _draw(axes: Axes, panel: Panel, trials: Sequence[TrialDetail], colours: Mapping[str, str]) -> None:

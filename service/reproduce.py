@@ -6,6 +6,7 @@ is measured afterwards because it is written down one by one.
 
 import hashlib
 import json
+import math
 import platform
 import shutil
 import time
@@ -38,10 +39,10 @@ from service.reproduction import (
 from service.running import Interrupted, Signals, print_addresses, running_service
 from service.schemas import SweepDetail, TrialView
 from service.settings import Settings
-from trials.corpora import Corpus, CorpusError, load_corpus
+from trials.corpora import PUBLISHED, Corpus, CorpusError, load_corpus
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore, write_whole
-from trials.tables import SCALES, TABLES, Scale, Table
+from trials.tables import SCALES, TABLES, Scale, Table, build_spec
 
 NOT_TRAINED = ("name", "labels", "baseline", "resources", "retry")
 """Fields of a sweep that change no trial's numbers: with another value its trials are the same."""
@@ -77,9 +78,13 @@ def validated(body: dict[str, Any]) -> SweepSpec:
         raise CommandFailed("\n  ".join(f"{one.pointer}: {one.message}" for one in found)) from error
 
 
-def labels_of(table: Table, scale: Scale, spec: SweepSpec) -> dict[str, str]:
-    """What a sweep is found by again: what it reproduces, and a digest of all that decides its trials."""
+def labels_of(table: Table, scale: Scale, spec: SweepSpec, corpus: Corpus) -> dict[str, str]:
+    """What a sweep is found by again: what it reproduces, and a digest of all that decides its trials.
+
+    Of the corpus that is its text, wherever it lies.
+    """
     deciding = spec.model_dump(mode="json", exclude=set(NOT_TRAINED))
+    deciding["corpus"] = {**_options(spec), "sha256": dict(corpus.sha256)}
     digest = hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
     return {"reproduces": table.name, "scale": scale, "trials": digest[:16]}
 
@@ -89,7 +94,8 @@ def reproduce(table: Table, scale: Scale, body: dict[str, Any], out: Path, data_
     console, started = Console(highlight=False), time.monotonic()
     kept = data_dir or out / "data"
     spec = validated(body)
-    labels = labels_of(table, scale, spec)
+    corpus = _load(spec, kept)
+    labels = labels_of(table, scale, spec, corpus)
     console.print(f"{table.name}, {scale}: {plan(table, spec)}", soft_wrap=True)
     try:
         with Signals() as signals, running_service(kept, signals, console) as client:
@@ -100,7 +106,6 @@ def reproduce(table: Table, scale: Scale, body: dict[str, Any], out: Path, data_
     if trained.sweep.state != "succeeded":
         console.print(f"the sweep {trained.sweep.state}: {trained.sweep.state_reason or ''}")
         return 1
-    corpus = _load(trained.sweep.spec, kept)
     measured = _measure(table, trained, corpus, out, kept, console)
     result = Reproduction(
         table,
@@ -110,10 +115,26 @@ def reproduce(table: Table, scale: Scale, body: dict[str, Any], out: Path, data_
         trained.trials,
         measured,
         trained.curves,
+        differing(table, trained.sweep.spec, corpus),
     )
     _write(result, manifest(trained, corpus, time.monotonic() - started), out)
     console.print(f"{out / 'table.md'}; {duration(time.monotonic() - started)} in all")
     return 0
+
+
+def differing(table: Table, spec: SweepSpec, corpus: Corpus) -> tuple[str, ...]:
+    """In which parts a sweep is not the paper's own."""
+    paper = validated(build_spec(table, "paper"))
+    parts = ("model", "training", "regularization", "arms", "space")
+    differ = [part for part in parts if getattr(spec, part) != getattr(paper, part)]
+    published = PUBLISHED[_options(paper, "name")["name"]]
+    same_text = dict(corpus.sha256) == dict(published.sha256)
+    return (*differ, *(["corpus"] if not same_text or _options(spec) != _options(paper) else []))
+
+
+def _options(spec: SweepSpec, *more: str) -> dict[str, Any]:
+    """Of a corpus: what is used of its text, whatever names it."""
+    return spec.corpus.model_dump(mode="json", exclude={"name", "path"} - set(more))
 
 
 # Training.
@@ -134,13 +155,17 @@ def _train(
 
 
 def _curves(client: FraternalClient, sweep: SweepDetail, trials: Sequence[TrialView]) -> tuple[Curve, ...]:
-    return tuple(
-        mean_curve(
-            arm,
-            [client.trial(sweep.id, one.number).curve for one in trials if one.arm == arm and _complete(one)],
-        )
-        for arm in sweep.spec.arms
-    )
+    """The mean over an arm's seeds; where its factor is searched, the curve of the best trial."""
+    curves = []
+    for arm in sweep.spec.arms:
+        complete = sorted((one for one in trials if one.arm == arm and _complete(one)), key=_best_loss)
+        shown = complete[:1] if sweep.spec.space else complete
+        curves.append(mean_curve(arm, [client.trial(sweep.id, one.number).curve for one in shown]))
+    return tuple(curves)
+
+
+def _best_loss(trial: TrialView) -> float:
+    return math.inf if trial.best_valid_loss is None else trial.best_valid_loss
 
 
 def _complete(trial: TrialView) -> bool:
@@ -176,7 +201,7 @@ def _measure(
     from service.measure import finetune
 
     notebook = Notebook(out / "measured.json", trained.sweep.id)
-    store = CheckpointStore(Settings(data_dir=data_dir).resolved_store_url)
+    store = CheckpointStore(Settings(data_dir=data_dir, store_url=None).resolved_store_url)
     for trial in filter(_complete, trained.trials):
         for finetunes, masks in stages(table, trial.arm):
             if notebook.has(trial.number, finetunes, masks):

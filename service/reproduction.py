@@ -85,6 +85,21 @@ class Reproduction:
     trials: tuple[TrialView, ...]
     measured: tuple[Measured, ...]
     curves: tuple[Curve, ...]
+    differs: tuple[str, ...]
+    """In which parts the sweep is not the paper's own; at its scale, in those that were replaced."""
+
+    @property
+    def comparable(self) -> bool:
+        return self.scale == "paper" and not self.differs
+
+    @property
+    def warning(self) -> str:
+        if self.scale == "paper" and self.differs:
+            return (
+                f"**This is not the paper's configuration: {', '.join(self.differs)} differ. "
+                "Our numbers can only be compared with one another.**"
+            )
+        return WARNINGS[self.scale]
 
     @property
     def rows(self) -> tuple[ResultRow, ...]:
@@ -199,7 +214,7 @@ def table_markdown(result: Reproduction) -> str:
     table, spec = result.table, result.spec
     parts = [
         f"# {table.title}: {table.name}, {result.scale}\n",
-        f"{WARNINGS[result.scale]}\n",
+        f"{result.warning}\n",
         f"{table.where} of Zolna et al. 2018: {table.compares}.\n",
         f"Ours: {result.corpus}; {spec.model.layers} LSTM layer(s), E = {spec.model.embedding_size}, "
         f"H = {spec.model.hidden_size}; {spec.training.epochs} epochs; {result.seeds} draws an arm.\n",
@@ -218,7 +233,8 @@ def table_json(result: Reproduction) -> dict[str, Any]:
         "title": table.title,
         "where": table.where,
         "scale": result.scale,
-        "comparable_with_the_paper": result.scale == "paper",
+        "comparable_with_the_paper": result.comparable,
+        "differs_from_the_paper": list(result.differs),
         "corpus": result.corpus,
         "seeds": result.seeds,
         "rows": [asdict(row) for row in result.rows],
@@ -256,7 +272,8 @@ def _rows_markdown(result: Reproduction) -> str:
         ]
         for row in result.rows
     ]
-    words = "Perplexities; ours as the mean over trials with its 95 % confidence interval (Student's t).\n"
+    drawn = ", whose searched factors differ" if result.spec.space else ""
+    words = f"Perplexities; ours as the mean over trials{drawn}, with its 95 % interval (Student's t).\n"
     return _grid([*head, *(["hidden activation"] if asked else [])], rows) + "\n" + words
 
 

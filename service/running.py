@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -70,7 +70,10 @@ class Signals:
 
 @contextmanager
 def running_service(data_dir: Path, signals: Signals, console: Console) -> Iterator[FraternalClient]:
-    """A service that is ready. In the end neither it nor anything it started is left."""
+    """A service of our own that is ready. In the end neither it nor anything it started is left.
+
+    What the environment says of another service, its database say, is not for this one.
+    """
     data_dir.mkdir(parents=True, exist_ok=True)
     token, port, log = secrets.token_hex(8), _free_port(), data_dir / "service.log"
     console.print(f"starting a service on port {port}; it keeps its things in {data_dir} and logs to {log}")
@@ -81,7 +84,7 @@ def running_service(data_dir: Path, signals: Signals, console: Console) -> Itera
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, MARK: token},
+            env={**_without_settings(os.environ), MARK: token},
             start_new_session=True,  # the terminal's signals are for us: we stop it, in order
         )
     try:
@@ -90,6 +93,10 @@ def running_service(data_dir: Path, signals: Signals, console: Console) -> Itera
             yield client
     finally:
         _stop(process, token)
+
+
+def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith("FRATERNAL_")}
 
 
 def _wait_until_ready(

@@ -626,6 +626,40 @@ def test_fine_tuning_leaves_the_original_and_ends_no_worse_with_a_test_result(tr
     assert run("evaluate", "finetuned.tar", "--check").exit_code == 0
 
 
+def test_each_fine_tuning_has_a_seed_of_its_own_be_the_one_before_it_in_vain(trained: Path) -> None:
+    vain = ["--set", "training.lr=1e-30", "--set", "training.weight_decay=1e28", "--set", "training.epochs=1"]
+    assert run("finetune", str(trained), "--out", "first.tar", *vain).exit_code == 0
+    assert run("finetune", "first.tar", "--out", "second.tar", *vain).exit_code == 0
+    config = read("second.tar", "config.json")
+    assert (config["seed"], config["finetunings"]) == (read(trained, "config.json")["seed"], 2)
+
+
+def test_fine_tuning_that_diverges_keeps_what_it_began_with(trained: Path) -> None:
+    result = run("finetune", str(trained), "--set", "training.lr=1e38")
+    assert (result.exit_code, "fine-tuning diverged: the loss is" in result.stdout) == (0, True)
+    assert valid_loss("finetuned.tar") == valid_loss(trained)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.layers=2", "sizes, layers and tied stay"),
+        ("model.tied=false", "sizes, layers and tied stay"),
+        ("training=3", "found 'training'"),
+        ("epochs=9", "found 'epochs'"),
+        ("trainng.epochs=9", "found 'trainng'"),
+        ("training.epoch=9", "unknown field 'epoch'"),
+        ("training.batch_size=50000", "too short for batch_size"),
+    ],
+)
+def test_fine_tuning_that_cannot_be_done_is_refused_and_leaves_nothing(
+    trained: Path, override: str, words: str
+) -> None:
+    result = run("finetune", str(trained), "--set", override)
+    assert (result.exit_code, words in result.stderr) == (1, True)
+    assert not Path("finetuned.tar").exists()
+
+
 def test_fine_tuning_that_finds_nothing_better_keeps_what_it_began_with(trained: Path) -> None:
     ruinous = [
         "--set",

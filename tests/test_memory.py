@@ -1,20 +1,25 @@
 """What a trial is said to take is what it takes: measured in processes of their own."""
 
 import json
+import math
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import trials.memory
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
+from service.launcher import DRIVER_ENVIRONMENT
 from tests.service_process import write_corpus
 from tests.test_cli import run
-from trials.memory import NotEnoughMemory, free_bytes, peak_bytes, require_memory
+from trials.memory import NotEnoughMemory, limit_of_cgroup, peak_bytes, require_memory, total_bytes
 from trials.spec import TrainingConfig, TrialConfig
 
 MEASURE = """
@@ -22,9 +27,10 @@ import json, re, sys
 import numpy as np, torch
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
-from trials.checkpoints import pack_state
+from trials.checkpoints import BestCheckpoint, pack_state
+from trials.corpora import Vocabulary
 from trials.spec import TrainingConfig
-from trials.store import pack
+from trials.store import CheckpointStore
 from trials.training import Training
 
 def resident(name):
@@ -40,8 +46,11 @@ text = rng.integers(0, given["V"], config.batch_size * (2 * window + 1), dtype=n
 config = TrainingConfig(**{**given["training"], "bptt": window}, epochs=1, windows="fixed")
 model, regularization = AWDLSTMConfig(**given["model"]), Regularization(given["regularizer"])
 training = Training(model, config, regularization, given["V"], text, text[:300], 1)
+words = Vocabulary(tuple(map(str, range(given["V"]))))
+store = CheckpointStore(given["store"])
 for result in training.run(1e9):
-    pack(pack_state(*training.state()))
+    store.save_best("s", 0, BestCheckpoint(training.weights_to_use(), {}, words, {}).files())
+    store.save_last("s", 0, pack_state(*training.state()))
 print(resident("VmHWM") - before)
 """
 
@@ -61,6 +70,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, int]] = [
         "expectation_linear",
         5_000,
     ),
+    (
+        {"layers": 2, "hidden_size": 900},
+        {"batch_size": 20, "bptt": 10, "averaging": "from-start"},
+        "fraternal",
+        31,
+    ),
 ]
 
 
@@ -73,14 +88,19 @@ def trial(model: dict[str, Any], training: dict[str, Any], regularizer: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "training", "regularizer", "size"), CASES)
 def test_the_estimate_lies_above_the_measured_peak_and_not_far_above(
-    model: dict[str, Any], training: dict[str, Any], regularizer: str, size: int
+    tmp_path: Path, model: dict[str, Any], training: dict[str, Any], regularizer: str, size: int
 ) -> None:
+    """As a worker does it: with its allocator, saving both checkpoints."""
     given = {"model": model, "training": training, "regularizer": regularizer, "V": size}
-    measured = int(
-        subprocess.run(
-            [sys.executable, "-c", MEASURE, json.dumps(given)], capture_output=True, check=True, text=True
-        ).stdout
+    given["store"] = tmp_path.as_uri()
+    ended = subprocess.run(
+        [sys.executable, "-c", MEASURE, json.dumps(given)],
+        env={**os.environ, **DRIVER_ENVIRONMENT},
+        capture_output=True,
+        check=True,
+        text=True,
     )
+    measured = int(ended.stdout)
     estimate = peak_bytes(trial(model, training, regularizer), size)
     assert measured <= estimate <= 1.8 * measured
 
@@ -97,16 +117,19 @@ def test_more_of_anything_takes_more() -> None:
     ):
         assert peak_bytes(more, 10_000) > peak_bytes(base, 10_000)
     assert peak_bytes(base, 33_278) > peak_bytes(base, 10_000)
+    assert peak_bytes(trial({}, {"batch_size": 200, "windows": "fixed"}, "none"), 10_000) < peak_bytes(
+        trial({}, {"batch_size": 200}, "none"), 10_000
+    )
     assert peak_bytes(trial({}, {"averaging": "none"}, "none"), 10_000) < peak_bytes(base, 10_000)
 
 
 def test_a_trial_that_does_not_fit_is_refused_with_what_it_takes_and_what_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trials.memory, "free_bytes", lambda device: 2**30)
+    monkeypatch.setattr(trials.memory, "total_bytes", lambda device: 2**30)
     require_memory(trial({"embedding_size": 64, "layers": 1}, {}, "none"), 10_000, "cpu")
     with pytest.raises(
-        NotEnoughMemory, match=r"takes up to [\d.]+ GiB .* and 1.0 GiB are free on cpu: lower "
+        NotEnoughMemory, match=r"takes up to [\d.]+ GiB of memory, and cpu has 1.0 GiB in all: lower "
     ):
         require_memory(trial({}, {"batch_size": 400}, "fraternal"), 10_000, "cpu")
 
@@ -115,23 +138,23 @@ def test_training_that_does_not_fit_ends_in_one_line_before_it_starts(tmp_path: 
     corpus = write_corpus(tmp_path / "corpus", tokens=3_000)
     result = run("train", "--corpus", str(corpus), "--embedding-size", "9000000", "--layers", "1")
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
-    assert "GiB are free" in result.stderr
+    assert "in all: lower batch_size" in result.stderr
 
 
 def test_a_control_groups_limit_counts(tmp_path: Path) -> None:
-    for name, content in (
-        ("memory.max", "1000\n"),
-        ("memory.current", "700\n"),
-        ("memory.stat", "anon 400\ninactive_file 250\n"),
-    ):
-        (tmp_path / name).write_text(content)
-    assert trials.memory._free_in_cgroup(tmp_path) == 550
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert limit_of_cgroup(tmp_path) == 1000
     (tmp_path / "memory.max").write_text("max\n")
-    assert trials.memory._free_in_cgroup(tmp_path) == float("inf")
-    assert trials.memory._free_in_cgroup(tmp_path / "nowhere") == float("inf")
-    assert 0 < free_bytes("cpu") < 2**50
+    assert limit_of_cgroup(tmp_path) == limit_of_cgroup(tmp_path / "nowhere") == math.inf
+    assert 0 < total_bytes("cpu") < 2**50
+
+
+def test_what_is_free_at_the_moment_refuses_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other trials come and go: a refusal is for good."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0, total=2**36))
+    require_memory(trial({}, {}, "fraternal"), 10_000, "cpu")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is there")
-def test_a_gpus_free_memory_is_its_own() -> None:
-    assert free_bytes("cuda") == torch.cuda.mem_get_info()[0]
+def test_a_gpus_memory_is_its_own() -> None:
+    assert total_bytes("cuda") == torch.cuda.mem_get_info()[1]

@@ -90,6 +90,11 @@ def test_the_name_tells_the_kind(tmp_path: Path, name: str, begins: bytes) -> No
     assert (tmp_path / name).read_bytes().startswith(begins)
 
 
+def test_a_title_is_taken_as_it_is_written(tmp_path: Path) -> None:
+    plot_dynamics("kappa $0.1$ against $x^$", [trial(0, "fd", [epoch(1)])], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
+
+
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CommandFailed, match=r"a plot is one of .png, .svg, .pdf; 'p.jpg' ends in none"):
         plot_dynamics("", [trial(0, "fd", [epoch(1)])], tmp_path / "p.jpg")

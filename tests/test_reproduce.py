@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from scipy import stats
 
 from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
+from service.cli import with_overrides
 from service.client import FraternalClient
 from service.errors import CommandFailed
 from service.measure import mean_square_output
-from service.reproduce import Checkpoints, Notebook, _train, labels_of, validated
+from service.reproduce import Checkpoints, Notebook, _train, differing, labels_of, validated
 from service.reproduction import (
     Curve,
     Measured,
@@ -34,10 +36,11 @@ from service.reproduction import (
     table_json,
     table_markdown,
 )
-from service.running import Signals
+from service.running import Signals, _without_settings
 from service.schemas import EpochView, SweepView, TrialCounts
 from tests.played_service import played_service
 from tests.test_report import trial
+from trials.corpora import PUBLISHED, SPLITS, Corpus, Split, Vocabulary
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore
 from trials.tables import SCALES, TABLES, Row, Scale, build_spec
@@ -108,6 +111,13 @@ def test_building_a_spec_leaves_the_presets_as_they_are() -> None:
     before = json.dumps(build_spec(TABLES["fd-vs-eld"], "paper"))
     build_spec(TABLES["fd-vs-eld"], "tiny", {"path": "x"}, 1)
     assert json.dumps(build_spec(TABLES["fd-vs-eld"], "paper")) == before
+
+
+def test_what_is_set_in_a_spec_is_set_nowhere_else() -> None:
+    before = build_spec(TABLES["fd-vs-eld"], "tiny")
+    changed = build_spec(TABLES["fd-vs-eld"], "tiny")
+    with_overrides(changed, ["arms.fd.kappa=0.9", "corpus.train_tokens=7", "model.layers=5"])
+    assert build_spec(TABLES["fd-vs-eld"], "tiny") == before != changed
 
 
 def test_a_plan_counts_what_is_trained_and_what_follows() -> None:
@@ -198,7 +208,7 @@ def reproduction(name: str, scale: Scale, measured: tuple[Measured, ...], **fiel
         for number in range(spec.budget.trials)
     )
     values = {"corpus": "corpus sotu", "trials": trials, "measured": measured, "curves": (), **fields}
-    return Reproduction(TABLES[name], scale, spec, **values)
+    return Reproduction(TABLES[name], scale, spec, **{"differs": (), **values})
 
 
 def measured_everywhere(name: str, scale: Scale) -> tuple[Measured, ...]:
@@ -308,9 +318,46 @@ def test_a_finished_sweep_is_not_trained_again() -> None:
     ],
 )
 def test_a_sweep_is_found_again_if_its_trials_would_be_the_same(field: str, value: Any, same: bool) -> None:
-    before = labels_of(TABLES["seeds"], "tiny", spec_of("seeds", "tiny"))
-    after = labels_of(TABLES["seeds"], "tiny", spec_of("seeds", "tiny", **{field: value}))
+    before = labels_of(TABLES["seeds"], "tiny", spec_of("seeds", "tiny"), text("a"))
+    after = labels_of(TABLES["seeds"], "tiny", spec_of("seeds", "tiny", **{field: value}), text("a"))
     assert (before == after) is same
+
+
+def test_a_sweep_is_found_again_by_its_text_wherever_that_lies() -> None:
+    here, there = (spec_of("seeds", "small", corpus={"path": path}) for path in ("/here", "/there"))
+    found = labels_of(TABLES["seeds"], "small", here, text("a"))
+    assert labels_of(TABLES["seeds"], "small", there, text("a")) == found
+    assert labels_of(TABLES["seeds"], "small", here, text("b")) != found
+
+
+def test_what_differs_from_the_paper_is_named_and_then_nothing_is_comparable() -> None:
+    paper = spec_of("seeds", "paper")
+    ptb = replace(text("a"), sha256=PUBLISHED["ptb"].sha256)
+    by_path = spec_of("seeds", "paper", corpus={"path": "/ptb"})
+    shorter = spec_of("seeds", "paper", training={**asdict(paper.training), "epochs": 1})
+    cut = spec_of("seeds", "paper", corpus={"name": "ptb", "train_tokens": 1000})
+    table = TABLES["seeds"]
+    assert differing(table, paper, ptb) == differing(table, by_path, ptb) == ()
+    assert differing(table, shorter, ptb) == ("training",)
+    assert differing(table, paper, text("a")) == differing(table, cut, ptb) == ("corpus",)
+    for differs in ((), ("training", "corpus")):
+        result = reproduction("seeds", "paper", (), differs=differs)
+        assert table_json(result)["comparable_with_the_paper"] is (not differs)
+        said = "training, corpus differ" in table_markdown(result).splitlines()[2]
+        assert said is bool(differs)
+    assert not table_json(reproduction("seeds", "tiny", ()))["comparable_with_the_paper"]
+
+
+def test_a_service_of_ones_own_has_none_of_the_settings_of_another() -> None:
+    settings = {"FRATERNAL_DATABASE_URL": "postgresql://", "FRATERNAL_STORE_URL": "s3://"}
+    assert _without_settings({**settings, "PATH": "/bin"}) == {"PATH": "/bin"}
+
+
+def text(digest: str) -> Corpus:
+    """A corpus of one word, and of this digest."""
+    ids = np.zeros(3, np.int32)
+    digests: dict[Split, str] = dict.fromkeys(SPLITS, digest)
+    return Corpus(Vocabulary(("a",)), ids, ids, ids, unk_counts={}, sha256=digests)
 
 
 def test_an_interrupted_reproduction_goes_on_with_its_sweep(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """How much memory a trial takes at most, told before it starts: a rare long window must not be what tells.
 
-An estimate from above: tests hold it between the measured peak and 1.8 times that.
+An estimate from above. A trial is refused where it could never fit; what is free at one moment refuses none,
+since that changes with the other trials.
 """
 
+import math
 from pathlib import Path
 
 import psutil
@@ -14,14 +16,14 @@ from trials.spec import TrialConfig
 FLOAT = 4
 """Bytes."""
 
-LIBRARIES = 100 * 2**20
-"""Bytes that a first step loads, whatever the model."""
+LIBRARIES = 128 * 2**20
+"""Bytes that a first step loads, whatever the model, and what the allocator asks for in advance."""
 
-PER_UNIT = 18
+PER_UNIT = 24
 """Floats that a pass keeps for backward for each token and LSTM unit: gates, states, outputs."""
 
-COPIES_TO_SAVE = 4
-"""Of the parameters, and of their averages: cloned, serialised, packed, and packed as bytes."""
+COPIES_TO_SAVE = 6
+"""Of the parameters, and of their averages: cloned, serialised, packed, and what earlier copies left."""
 
 
 class NotEnoughMemory(MemoryError):
@@ -43,7 +45,8 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
     parameters = embedding + lstms + decoder + vocabulary_size
     averages = 0 if training.averaging == "none" else parameters
     passes = 1 if config.regularization.declaration.second_pass == "none" else 2
-    tokens = training.batch_size * (training.bptt + 10)  # the longest window
+    longest = training.bptt + (10 if training.windows == "random" else 0)
+    tokens = training.batch_size * longest
     activations = tokens * (PER_UNIT * units + 4 * model.embedding_size)
     masked_weights = 2 * recurrent
     rows = min(tokens, max(FEWEST_ROWS, last))
@@ -54,31 +57,28 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
 
 
 def require_memory(config: TrialConfig, vocabulary_size: int, device: str) -> None:
-    """Raises NotEnoughMemory unless what is free now will do."""
-    needed, free = peak_bytes(config, vocabulary_size), free_bytes(device)
-    if needed > free:
+    """Raises NotEnoughMemory where the trial would not fit even if it were alone."""
+    needed, total = peak_bytes(config, vocabulary_size), total_bytes(device)
+    if needed > total:
         raise NotEnoughMemory(
-            f"this configuration takes up to {_gib(needed)} of memory and {_gib(free)} are free on {device}: "
-            "lower batch_size, bptt or the sizes of the model, or run fewer trials at once"
+            f"this configuration takes up to {_gib(needed)} of memory, and {device} has {_gib(total)} "
+            "in all: lower batch_size, bptt or the sizes of the model"
         )
 
 
-def free_bytes(device: str) -> float:
+def total_bytes(device: str) -> float:
     """Of a GPU's memory, or of the machine's and of the control group's that this process is in."""
     if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0])
-    return min(int(psutil.virtual_memory().available), _free_in_cgroup(Path("/sys/fs/cgroup")))
+        return int(torch.cuda.mem_get_info(device)[1])
+    return min(psutil.virtual_memory().total, limit_of_cgroup(Path("/sys/fs/cgroup")))
 
 
-def _free_in_cgroup(folder: Path) -> float:
-    """Under cgroup v2, as a container sees it; what the page cache holds counts as free."""
+def limit_of_cgroup(folder: Path) -> float:
+    """Under cgroup v2, as a container sees it; infinite where there is none."""
     try:
-        limit = int((folder / "memory.max").read_text())
-        used = int((folder / "memory.current").read_text())
-        facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return limit - used + int(facts["inactive_file"])
-    except (OSError, ValueError, KeyError):  # no such control group, or "max"
-        return float("inf")
+        return int((folder / "memory.max").read_text())
+    except (OSError, ValueError):  # no such control group, or "max"
+        return math.inf
 
 
 def _gib(size: float) -> str:

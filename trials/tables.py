@@ -6,6 +6,7 @@ interval belong to the full length alone.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -111,7 +112,7 @@ def build_spec(
     if corpus is not None:
         spec["corpus"] = corpus
     spec["budget"] = {"trials": (seeds or table.draws[scale]) * len(spec["arms"])}
-    return spec
+    return deepcopy(spec)  # whoever changes it must not change the preset
 
 
 def _fixed(table: Table, scale: Scale, values: Values) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,10 +255,11 @@ class Training:
 
         What the caller takes for a pause is watched: it never comes to more than 1 / PAUSE_SHARE of the time.
         """
+        pause_at = time.monotonic() + pause_every_s
         while not self.finished:
             if self._under_way is None:
                 self._under_way = _UnderWay(self.model.zero_state(self._config.batch_size))
-            yield from self._train(self._under_way, pause_every_s)
+            pause_at = yield from self._train(self._under_way, pause_every_s, pause_at)
             yield self._end_epoch(self._under_way)
 
     def weights_to_use(self) -> dict[str, Tensor]:
@@ -319,17 +320,20 @@ class Training:
         losses = [epoch.valid_loss for epoch in self._history]
         return learning_rate(config.lr, losses, config.lr_patience, config.lr_factor)
 
-    def _train(self, under_way: _UnderWay, pause_every_s: float) -> Iterator[None]:
-        """One pass over the training split, or the rest of it; a pause now and then."""
+    def _train(
+        self, under_way: _UnderWay, pause_every_s: float, pause_at: float
+    ) -> Generator[None, None, float]:
+        """One pass over the training split, or the rest of it; returns when the next pause is due."""
         epoch = len(self._history) + 1
         lengths, resets = self._windows_of(epoch)
-        lr, pause_at = self._learning_rate(), time.monotonic() + pause_every_s
+        lr = self._learning_rate()
         while (done := under_way.windows) < len(lengths):
             self._take_steps(under_way, lengths[done:], resets[done:], sum(lengths[:done]), lr, pause_at)
             if (began := time.monotonic()) >= pause_at and under_way.windows < len(lengths):
                 yield
                 ended = time.monotonic()
                 pause_at = ended + max(pause_every_s, PAUSE_SHARE * (ended - began))
+        return pause_at
 
     def _windows_of(self, epoch: int) -> tuple[list[int], list[bool]]:
         """The lengths of an epoch's windows, and which of them start from a zero state."""
