@@ -184,7 +184,7 @@ def saves_at_every_step(tmp_path_factory: pytest.TempPathFactory, task: Task) ->
     return task, store.saves
 
 
-@pytest.mark.parametrize("moment", [i / 23 for i in range(24)])
+@pytest.mark.parametrize("moment", [i / 13 for i in range(14)])
 def test_killed_at_any_step_the_trial_ends_in_the_same_bytes(
     saves_at_every_step: tuple[Task, int],
     undisturbed: tuple[list[Report], bytes],

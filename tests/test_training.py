@@ -588,6 +588,7 @@ print((psutil.Process().memory_info().rss - before) / size)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_fifty_averaged_epochs() -> None:
     """In a process of its own: one copy of the weights left behind in an epoch would be fifty."""
     ran = subprocess.run(
