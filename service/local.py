@@ -2,9 +2,13 @@
 
 import json
 import math
+import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,9 @@ from trials.spec import TrialConfig
 from trials.store import CorruptCheckpoint
 from trials.training import Diverged, Training, evaluate_mc
 from trials.training import evaluate as loss_of
+
+SECONDS_TO_INTERRUPT = 1.0
+"""A Ctrl-C that Python has dropped is acted on after about so long."""
 
 TOLERANCE = 1e-5
 """How far, relatively, a loss may lie from the recorded one: what another machine's rounding explains."""
@@ -274,9 +281,12 @@ def _train(task: Task, corpus: Corpus, out: Path, start: BestCheckpoint | None =
     began, best = time.monotonic(), start.metrics["valid_loss"] if start else math.inf
     kept = "the weights that it began with" if start else None
     try:
-        with ProgressDisplay(Console()) as display:
+        with _interruptible() as check_interrupted, ProgressDisplay(Console()) as display:
             display.show(of_training([], config.training.epochs, 0.0))
-            for result in training.epochs():
+            for result in training.run(SECONDS_TO_INTERRUPT):
+                check_interrupted()
+                if result is None:
+                    continue
                 if result.valid_loss < best:
                     write_best(out, _of_finetuning(best_checkpoint(training, task, corpus), start))
                     best, kept = result.valid_loss, f"the weights of epoch {result.epoch}"
@@ -284,6 +294,29 @@ def _train(task: Task, corpus: Corpus, out: Path, start: BestCheckpoint | None =
     except (KeyboardInterrupt, Diverged):
         print(f"{out} keeps {kept}" if kept else "no epoch ended: nothing was saved")
         raise
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Ctrl-C interrupts at once, or when the function that is yielded is called next.
+
+    Python drops what a signal raises while an object is being destroyed: here the signal is remembered.
+    """
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if noted:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _of_finetuning(checkpoint: BestCheckpoint, start: BestCheckpoint | None) -> BestCheckpoint:

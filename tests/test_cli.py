@@ -1,5 +1,6 @@
 """The `fraternal` command: what it prints, what it returns, and what it leaves behind."""
 
+import contextlib
 import io
 import json
 import os
@@ -24,6 +25,7 @@ from typer.testing import CliRunner, Result
 from service.cli import app, parse_corpus, with_overrides
 from service.client import ApiError, CorruptDownload, FraternalClient, ServiceUnreachable
 from service.launcher import marked_processes
+from service.local import _interruptible
 from service.progress import ProgressDisplay, Snapshot, duration, follow, of_sweep, of_training
 from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
 from tests.service_process import write_corpus
@@ -740,6 +742,15 @@ def test_a_configuration_that_cannot_be_trained_is_refused(
     assert result.exit_code == 1
     assert words in result.stderr
     assert not Path("best.tar").exists()
+
+
+def test_an_interrupt_that_python_drops_is_acted_on_all_the_same() -> None:
+    """As it does where a signal comes while an object is being destroyed."""
+    with pytest.raises(KeyboardInterrupt), _interruptible() as check:
+        check()
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        check()
 
 
 def test_interrupted_training_keeps_the_best_so_far_and_says_so(text: Path) -> None:

@@ -13,6 +13,9 @@ import torch
 from regularizers.head import FEWEST_ROWS
 from trials.spec import TrialConfig
 
+HEADROOM = 1.15
+"""For what the heap leaves between the pieces: equal runs differ by a quarter."""
+
 FLOAT = 4
 """Bytes."""
 
@@ -53,7 +56,8 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
     head = (passes + 1) * rows * vocabulary_size + 2 * vocabulary_size * last + passes * embedding
     step = passes * (activations + masked_weights) + head
     save = COPIES_TO_SAVE * (parameters + averages)
-    return LIBRARIES + FLOAT * (2 * parameters + averages + max(step, save))
+    floats = 2 * parameters + averages + max(step, save)
+    return int(HEADROOM * (LIBRARIES + FLOAT * floats))
 
 
 def require_memory(config: TrialConfig, vocabulary_size: int, device: str) -> None:
