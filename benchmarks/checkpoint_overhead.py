@@ -11,6 +11,7 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -23,13 +24,17 @@ from trials.store import CheckpointStore
 from trials.training import Training
 
 V = 10_000
+Averaging = Literal["none", "from-start"]
+AVERAGINGS: tuple[Averaging, ...] = get_args(Averaging)
 
 
-def measure(model: AWDLSTMConfig, averaging: str, every_s: float, seconds: float) -> tuple[int, float, int]:
+def measure(
+    model: AWDLSTMConfig, averaging: Averaging, every_s: float, seconds: float
+) -> tuple[int, float, int]:
     """(pauses, share of the time, bytes of one state)."""
     rng = np.random.default_rng(1)
     text, valid = (rng.integers(0, V, size, dtype=np.int32) for size in (20_000_000, 1000))
-    config = TrainingConfig(epochs=1, batch_size=20, averaging=averaging)  # type: ignore[arg-type]
+    config = TrainingConfig(epochs=1, batch_size=20, averaging=averaging)
     training = Training(model, config, Regularization("fraternal"), V, text, valid, 1)
     pauses, paused, began, size = 0, 0.0, time.monotonic(), 0
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
@@ -55,7 +60,7 @@ def main() -> None:
     print(f"every {given.every:g} s, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print("| model | averaging | state, MB | pauses | share of the time |\n|---|---|---|---|---|")
     for name, model in (("24 M", large), ("E = 64", small)):
-        for averaging in ("none", "from-start"):
+        for averaging in AVERAGINGS:
             pauses, share, size = measure(model, averaging, given.every, given.seconds)
             print(f"| {name} | {averaging} | {size / 2**20:.0f} | {pauses} | {share:.2%} |", flush=True)
 

@@ -63,7 +63,7 @@ DataDir = Annotated[
     Path, typer.Option(envvar="FRATERNAL_DATA_DIR", help="Where corpora and checkpoints are kept.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 Overrides = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=JSON", help="Replace a value, say `training.epochs=3`; repeatable."),
@@ -203,7 +203,7 @@ def plot(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="A .png, .svg or .pdf; default `SWEEP.svg`.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    force: Force = False,
     url: Url = DEFAULT_URL,
 ) -> None:
     """Draw how a sweep's trials learn: losses, penalty, activations, variance of the predictions, speed.
@@ -228,7 +228,7 @@ def fetch(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write; default `best-SWEEP.tar`.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    force: Force = False,
     url: Url = DEFAULT_URL,
 ) -> None:
     """Download a sweep's best checkpoint, verified and written whole; also while the sweep runs.
@@ -395,7 +395,7 @@ def finetune(
     times: Annotated[int, typer.Option(min=1, help="How often in a row; the paper's table has 1 and 2.")] = 1,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, help="Decides windows and masks; by default the checkpoint's and one."),
+        typer.Option(min=0, help="Decides windows and masks; by default the checkpoint's."),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
     device: Device = "auto",

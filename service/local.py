@@ -11,9 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import ValidationError
 from rich.console import Console
 
@@ -28,7 +26,7 @@ from trials.corpora import INT32_MAX, SPLITS, Corpus, CorpusSpec, Split
 from trials.ledger import Task
 from trials.memory import NotEnoughMemory, require_memory
 from trials.perplexity import perplexity
-from trials.spec import TrialConfig
+from trials.spec import TrialConfig, merged
 from trials.store import CorruptCheckpoint
 from trials.training import Diverged, Training, evaluate_mc
 from trials.training import evaluate as loss_of
@@ -88,12 +86,12 @@ def evaluate_file(
     """Rebuild a model from its `best` file; evaluate it on its corpus or another. Raises CommandFailed."""
     if split not in SPLITS:
         raise CommandFailed(f"a split is one of {', '.join(SPLITS)}; found {split!r}")
-    checkpoint = _read(file)
+    checkpoint = read_checkpoint(file)
     own_corpus, own_sha256 = (checkpoint.config[name] for name in ("corpus", "corpus_sha256"))
     model = rebuild(checkpoint).to(usable_device(device))
     corpus = load(_with_every_word(parse_corpus_spec(other_corpus or own_corpus)), data_dir)
     try:
-        ids, unknown = checkpoint.vocabulary.encode(corpus.vocabulary.decode(_ids(corpus, split)))
+        ids, unknown = checkpoint.vocabulary.encode(corpus.vocabulary.decode(corpus.ids(split)))
         loss = evaluate_mc(model, ids, mc_masks, seed) if mc_masks else loss_of(model, ids)
     except ValueError as error:
         raise CommandFailed(f"{file} cannot read the {split} split: {error}") from error
@@ -109,7 +107,7 @@ def evaluate_file(
     )
 
 
-def _read(file: Path) -> BestCheckpoint:
+def read_checkpoint(file: Path) -> BestCheckpoint:
     """Raises CommandFailed where it is no checkpoint of ours."""
     try:
         checkpoint = read_best(file)
@@ -167,7 +165,7 @@ def train_and_save(
     config = parse_strictly(TrialConfig, {"model": {}, "training": {}, "regularization": {}, **values})
     source = parse_corpus_spec(corpus_values)
     print(described(config, source))
-    task = Task("", 0, 1, "", seed, config, source, usable_device(device), 0)
+    task = _task(config, source, seed, usable_device(device))
     corpus = load(source, data_dir)
     try:
         _train(task, corpus, out)
@@ -195,7 +193,7 @@ def finetune_file(
     or a relative of it, until the non-monotone rule with n = 5 says that it has converged. `values` win over
     that, and over what the checkpoint was trained with. Raises CommandFailed.
     """
-    checkpoint = _read(file)
+    checkpoint = read_checkpoint(file)
     number = checkpoint.config.get("finetunings", 0) + 1
     start = replace(checkpoint, config={**checkpoint.config, "finetunings": number})
     task = _finetuning(start, values, seed, usable_device(device))
@@ -229,28 +227,21 @@ def _finetuning(checkpoint: BestCheckpoint, values: dict[str, Any], seed: int | 
             raise CommandFailed(
                 f"fine-tuning takes values of {', '.join(own)}, like training.lr; found {name!r}"
             )
-    unregularized = {"regularizer": "none", "kappa": None}
-    by_the_paper = {"averaging": "from-start", "non_monotone_interval": 5, "lr_schedule": "constant"}
-    config = {
-        "model": {**own["model"], **values.get("model", {})},
-        "training": {**own["training"], **by_the_paper, **values.get("training", {})},
-        "regularization": {**own["regularization"], **unregularized, **values.get("regularization", {})},
+    by_the_paper = {
+        "training": {"averaging": "from-start", "non_monotone_interval": 5, "lr_schedule": "constant"},
+        "regularization": {"regularizer": "none", "kappa": None},
     }
-    parsed: TrialConfig = parse_strictly(TrialConfig, config)
+    parsed: TrialConfig = parse_strictly(TrialConfig, merged(merged(own, by_the_paper), values))
     trained = AWDLSTMConfig(**own["model"])
     if (parsed.model.layer_sizes, parsed.model.tied) != (trained.layer_sizes, trained.tied):
         raise CommandFailed("fine-tuning goes on with the checkpoint's weights: sizes, layers and tied stay")
-    return Task(
-        "",
-        0,
-        1,
-        "",
-        (checkpoint.config["seed"] if seed is None else seed) + checkpoint.config["finetunings"],
-        parsed,
-        parse_corpus_spec(checkpoint.config["corpus"]),
-        device,
-        0,
-    )
+    seed = (checkpoint.config["seed"] if seed is None else seed) + checkpoint.config["finetunings"]
+    return _task(parsed, parse_corpus_spec(checkpoint.config["corpus"]), seed, device)
+
+
+def _task(config: TrialConfig, corpus: CorpusSpec, seed: int, device: str) -> Task:
+    """A trial of no sweep."""
+    return Task("", 0, 1, "", seed, config, corpus, device, recorded_epochs=0)
 
 
 def usable_device(asked: str) -> str:
@@ -329,10 +320,6 @@ def _print_evaluations(out: Path, data_dir: Path, device: str) -> None:
     for split in ("valid", "test"):
         print(evaluate_file(out, split, None, data_dir, device=device).line())
     print(f"saved: {out}")
-
-
-def _ids(corpus: Corpus, split: Split) -> NDArray[np.int32]:
-    return {"train": corpus.train, "valid": corpus.valid, "test": corpus.test}[split]
 
 
 def _with_every_word(source: CorpusSpec) -> CorpusSpec:

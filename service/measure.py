@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from models.awd_lstm import AWDLSTM
 from service.errors import CommandFailed
-from service.local import finetune_file, rebuild, usable_device
-from trials.checkpoints import BestCheckpoint, read_best
+from service.local import finetune_file, read_checkpoint, rebuild, usable_device
+from trials.checkpoints import BestCheckpoint
 from trials.corpora import Corpus
-from trials.store import CorruptCheckpoint
 from trials.training import EVALUATION_WINDOW, evaluate, evaluate_mc
 
 
@@ -55,10 +54,7 @@ def finetune(file: Path, out: Path, data_dir: Path) -> None:
 
 
 def _model(file: Path, corpus: Corpus) -> AWDLSTM:
-    try:
-        checkpoint = read_best(file)
-    except CorruptCheckpoint as error:
-        raise CommandFailed(str(error)) from error
+    checkpoint = read_checkpoint(file)
     _require_its_text(file, checkpoint, corpus)
     return rebuild(checkpoint).to(usable_device("auto"))
 

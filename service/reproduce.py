@@ -16,14 +16,12 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Console
 
 from service.client import FraternalClient
 from service.errors import INTERRUPTED, CommandFailed
-from service.problems import problems_in
 from service.progress import duration, follow
 from service.reproduction import (
     Curve,
@@ -39,7 +37,8 @@ from service.reproduction import (
 from service.running import Interrupted, Signals, print_addresses, running_service
 from service.schemas import SweepDetail, TrialView
 from service.settings import Settings
-from trials.corpora import PUBLISHED, Corpus, CorpusError, load_corpus
+from service.texts import load, parse_strictly
+from trials.corpora import PUBLISHED, Corpus
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore, write_whole
 from trials.tables import SCALES, TABLES, Scale, Table, build_spec
@@ -71,11 +70,8 @@ def get_scale(name: str) -> Scale:
 
 def validated(body: dict[str, Any]) -> SweepSpec:
     """The sweep that this JSON asks for. Raises CommandFailed."""
-    try:
-        return SweepSpec.model_validate(body)
-    except ValidationError as error:
-        found = problems_in(cast(Any, error.errors()), body, SweepSpec.model_json_schema())
-        raise CommandFailed("\n  ".join(f"{one.pointer}: {one.message}" for one in found)) from error
+    spec: SweepSpec = parse_strictly(SweepSpec, body)
+    return spec
 
 
 def labels_of(table: Table, scale: Scale, spec: SweepSpec, corpus: Corpus) -> dict[str, str]:
@@ -94,7 +90,7 @@ def reproduce(table: Table, scale: Scale, body: dict[str, Any], out: Path, data_
     console, started = Console(highlight=False), time.monotonic()
     kept = data_dir or out / "data"
     spec = validated(body)
-    corpus = _load(spec, kept)
+    corpus = load(spec.corpus, kept)
     labels = labels_of(table, scale, spec, corpus)
     console.print(f"{table.name}, {scale}: {plan(table, spec)}", soft_wrap=True)
     try:
@@ -306,13 +302,6 @@ def _write(result: Reproduction, described: dict[str, Any], out: Path) -> None:
 
 def _json(document: dict[str, Any]) -> bytes:
     return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
-
-
-def _load(spec: SweepSpec, data_dir: Path) -> Corpus:
-    try:
-        return load_corpus(spec.corpus, data_dir)
-    except CorpusError as error:
-        raise CommandFailed(str(error)) from error
 
 
 def _name_of(spec: SweepSpec) -> str:

@@ -43,13 +43,12 @@ def describe(values: dict[str, Any], data_dir: Path) -> CorpusFacts:
     """Raises CommandFailed."""
     corpus = load(parse_corpus_spec(values), data_dir)
     unk = corpus.vocabulary.index.get(UNK, -1)
-    ids = {"train": corpus.train, "valid": corpus.valid, "test": corpus.test}
     facts = (
         SplitFacts(
             split=split,
-            tokens=len(ids[split]),
-            types=len(set(ids[split].tolist())),
-            unk_tokens=int((ids[split] == unk).sum()),
+            tokens=len(corpus.ids(split)),
+            types=len(set(corpus.ids(split).tolist())),
+            unk_tokens=int((corpus.ids(split) == unk).sum()),
             unknown_tokens=corpus.unk_counts[split],
             sha256=corpus.sha256[split],
         )

@@ -221,6 +221,9 @@ class Corpus:
     """Digest of a split's whole source text: the file's bytes, or sotu's prepared text.  Token limits do not
     change it; they are part of the spec."""
 
+    def ids(self, split: Split) -> NDArray[np.int32]:
+        return {"train": self.train, "valid": self.valid, "test": self.test}[split]
+
 
 def tokenise(text: str) -> Iterator[str]:
     r"""The tokens of each line, then `<eos>`.
