@@ -4,12 +4,12 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import ValidationError
@@ -272,42 +272,56 @@ def _train(task: Task, corpus: Corpus, out: Path, start: BestCheckpoint | None =
     began, best = time.monotonic(), start.metrics["valid_loss"] if start else math.inf
     kept = "the weights that it began with" if start else None
     try:
-        with _interruptible() as check_interrupted, ProgressDisplay(Console()) as display:
+        with _Interrupts() as interrupts, ProgressDisplay(Console()) as display:
             display.show(of_training([], config.training.epochs, 0.0))
             for result in training.run(SECONDS_TO_INTERRUPT):
-                check_interrupted()
+                interrupts.check()
                 if result is None:
                     continue
                 if result.valid_loss < best:
-                    write_best(out, _of_finetuning(best_checkpoint(training, task, corpus), start))
-                    best, kept = result.valid_loss, f"the weights of epoch {result.epoch}"
+                    with interrupts.held():  # what is said to be kept is what is there
+                        write_best(out, _of_finetuning(best_checkpoint(training, task, corpus), start))
+                        best, kept = result.valid_loss, f"the weights of epoch {result.epoch}"
                 display.show(of_training(training.history, config.training.epochs, time.monotonic() - began))
     except (KeyboardInterrupt, Diverged):
         print(f"{out} keeps {kept}" if kept else "no epoch ended: nothing was saved")
         raise
 
 
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], None]]:
-    """Ctrl-C interrupts at once, or when the function that is yielded is called next.
+class _Interrupts:
+    """Ctrl-C interrupts at once, or, where it is held or Python drops it, at the next check.
 
     Python drops what a signal raises while an object is being destroyed: here the signal is remembered.
     """
-    noted: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        raise KeyboardInterrupt
+    def __init__(self) -> None:
+        self._noted = self._held = False
 
-    def check() -> None:
-        if noted:
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = True
+        if not self._held:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
+    def check(self) -> None:
+        if self._noted:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Finish the block first."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self.check()
 
 
 def _of_finetuning(checkpoint: BestCheckpoint, start: BestCheckpoint | None) -> BestCheckpoint:

@@ -25,7 +25,7 @@ from typer.testing import CliRunner, Result
 from service.cli import app, parse_corpus, with_overrides
 from service.client import ApiError, CorruptDownload, FraternalClient, ServiceUnreachable
 from service.launcher import marked_processes
-from service.local import _interruptible
+from service.local import _Interrupts
 from service.progress import ProgressDisplay, Snapshot, duration, follow, of_sweep, of_training
 from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
 from tests.service_process import write_corpus
@@ -746,12 +746,25 @@ def test_a_configuration_that_cannot_be_trained_is_refused(
 
 def test_an_interrupt_that_python_drops_is_acted_on_all_the_same() -> None:
     """As it does where a signal comes while an object is being destroyed."""
-    with _interruptible() as check:
-        check()
+    with _Interrupts() as interrupts:
+        interrupts.check()
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            check()
+            interrupts.check()
+
+
+def test_an_interrupt_waits_until_what_must_not_be_cut_is_done() -> None:
+    done = []
+
+    def hold() -> None:
+        with _Interrupts() as interrupts, interrupts.held():
+            signal.raise_signal(signal.SIGINT)
+            done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        hold()
+    assert done
 
 
 def test_interrupted_training_keeps_the_best_so_far_and_says_so(text: Path) -> None:
