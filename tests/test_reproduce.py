@@ -69,7 +69,7 @@ def test_tiny_is_the_quick_starts_text_and_size_and_small_is_the_papers_text(nam
     assert getattr(tiny.corpus, "name", None) == "sotu"
     assert (tiny.model.layers, small.model.layers) == (1, 1)
     assert small.corpus == paper.corpus
-    assert tiny.training.epochs < small.training.epochs < paper.training.epochs
+    assert max(tiny.training.epochs, small.training.epochs) <= 6 < paper.training.epochs
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,7 @@ def test_at_the_papers_scale_the_arms_are_the_presets(name: str, data: str) -> N
 def test_the_comparison_of_fd_and_eld_at_the_small_scale_is_twenty_paired_draws() -> None:
     spec = spec_of("fd-vs-eld", "small")
     assert (list(spec.arms), spec.budget.trials) == (["fd", "eld"], 40)
+    assert (spec.training.epochs, spec.training.bptt) == (3, 70), "a table replaces one value of a section"
     assert spec.space.keys() == SweepSpec.model_validate({"preset": "paper-search"}).space.keys()
 
 

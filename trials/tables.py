@@ -90,7 +90,7 @@ class Table:
     grid: Values = field(default_factory=dict)
     """At the paper's scale: where each non-zero factor of an arm is drawn from."""
     smaller: Mapping[Scale, Values] = field(default_factory=dict)
-    """Fields of the sweep at a smaller scale, where the paper's own make no sense."""
+    """Fields of the sweep at a smaller scale, where the paper's own or the scale's make no sense."""
     curves: bool = False
     activation: bool = False
     """Whether the mean hidden activation of each best checkpoint is measured."""
@@ -102,13 +102,12 @@ def build_spec(
 ) -> dict[str, Any]:
     """The JSON of the table's sweep: `seeds` draws of each arm on the scale's or another corpus."""
     base = PRESETS[table.preset]
-    spec = {
-        **merged(base, CHANGES[scale]),
+    of_table = {
         "name": f"{table.name}, {scale}",
         "arms": {arm: _fixed(table, scale, values) for arm, values in table.arms.items()},
         "space": {**base.get("space", {}), **(table.grid if scale == "paper" else {})},
-        **table.smaller.get(scale, {}),
     }
+    spec = merged({**merged(base, CHANGES[scale]), **of_table}, dict(table.smaller.get(scale, {})))
     if corpus is not None:
         spec["corpus"] = corpus
     spec["budget"] = {"trials": (seeds or table.draws[scale]) * len(spec["arms"])}
@@ -206,7 +205,7 @@ _ALL = (
                 },
                 "baseline": "plain",
             },
-            "small": {"baseline": None},
+            "small": {"baseline": None, "training": {"epochs": 3}},  # forty trials: hours already
         },
     ),
     Table(
