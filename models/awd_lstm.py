@@ -4,6 +4,8 @@ T time steps, B batch, V vocabulary, E embedding width, H width of an LSTM layer
 between layers.
 """
 
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +15,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from models.config import AWDLSTMConfig
+
+# What cuDNN would do otherwise: compute a float32 LSTM in TF32, differ in the last bits from run to run, and
+# say at the first step that the weights are copied at every call, as masked weights must be.
+torch.backends.cudnn.allow_tf32 = False
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")  # read when CUDA is first used
+warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
 
 State = tuple[tuple[Tensor, Tensor], ...]
 """(h, c) of each layer, each of shape (1, B, H)."""

@@ -9,8 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from service.records import Records, migrate, open_engine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no GPU is there"))
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_total_and_gradients_are_those_of_the_whole_logits(
         assert_close_in_norm(gradient, expected, 1e-10)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.gpu
 def test_total_and_gradients_are_the_same_on_a_gpu() -> None:
     for name, width in itertools.product(NAMES, (H, WIDE)):
         case = Case(width=width).to("cuda")

@@ -155,6 +155,6 @@ def test_what_is_free_at_the_moment_refuses_no_trial(monkeypatch: pytest.MonkeyP
     require_memory(trial({}, {}, "fraternal"), 10_000, "cpu")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is there")
+@pytest.mark.gpu
 def test_a_gpus_memory_is_its_own() -> None:
     assert total_bytes("cuda") == torch.cuda.mem_get_info()[1]

@@ -46,16 +46,19 @@ AR_AND_TAR = pytest.mark.parametrize(("alpha", "beta"), [(0, 0), (2, 1)], ids=["
 
 
 def build(
-    model: AWDLSTMConfig, regularization: Regularization, training: TrainingConfig = TRAINING
+    model: AWDLSTMConfig,
+    regularization: Regularization,
+    training: TrainingConfig = TRAINING,
+    device: str = "cpu",
 ) -> tuple[Training, list[Masks], Tensor]:
     """In float64: a training of one epoch, the masks that it will have drawn, and its text (T, B)."""
     columns_TB = torch.randint(V, (WINDOWS[-1][1] + 1, B), generator=torch.Generator().manual_seed(2))
     ids = columns_TB.t().flatten().numpy().astype(np.int32)
-    trained = Training(model, training, regularization, V, ids, ids[:2], seed=1)
+    trained = Training(model, training, regularization, V, ids, ids[:2], 1, device)
     trained.model.double()
     recorder = MaskRecorder(trained.model)
     trained.model.draw_masks = recorder  # type: ignore[method-assign]
-    return trained, recorder.drawn, columns_TB
+    return trained, recorder.drawn, columns_TB.to(device)
 
 
 @cache
@@ -82,9 +85,20 @@ def second_pass(
 @EVERY_SHAPE
 @AR_AND_TAR
 def test_a_step_and_its_loss_equal_the_reference(name: str, shape: str, alpha: float, beta: float) -> None:
+    assert_equal_to_the_reference(name, shape, alpha, beta, "cpu")
+
+
+@pytest.mark.gpu
+@EVERY
+@pytest.mark.parametrize("shape", [f"tied-1-locked-E={E}-H={E}", f"untied-3-unlocked-E={E}-H={H}"])
+def test_on_a_gpu_too(name: str, shape: str) -> None:
+    assert_equal_to_the_reference(name, shape, 2, 1, "cuda")
+
+
+def assert_equal_to_the_reference(name: str, shape: str, alpha: float, beta: float, device: str) -> None:
     config, regularization = SHAPES[shape], replace(REGULARIZATIONS[name], alpha=alpha, beta=beta)
-    training, drawn, columns_TB = build(config, regularization)
-    model = model_of(shape)
+    training, drawn, columns_TB = build(config, regularization, device=device)
+    model = model_of(shape).to(device)
     weights = initial = copied(training.model)
     state = model.zero_state(B)
     (epoch,) = training.epochs()

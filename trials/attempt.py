@@ -130,9 +130,14 @@ def _report(
         checkpoint_sha256=store.best_sha256(task.sweep_id, task.number)
         if best.epoch == result.epoch
         else None,
-        device=task.device,
+        device=_named(task.device),
         corpus_sha256={str(split): digest for split, digest in corpus.sha256.items()},
     )
+
+
+def _named(device: str) -> str:
+    """With the model of the card, which the numbers of a table depend on."""
+    return f"{device}: {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else device
 
 
 def _failed(failure_class: FailureClass, message: str) -> Report:

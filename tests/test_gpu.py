@@ -1,0 +1,86 @@
+"""Training on a CUDA device, where one is there; the laws of a step and of the head have their own files."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+import trials.training
+from models.awd_lstm import AWDLSTM
+from regularizers.config import Regularization
+from tests.test_step import REGULARIZATIONS
+from tests.test_training import (
+    CONFIG,
+    MODEL,
+    TRAIN,
+    VALID,
+    V,
+    assert_equal_weights,
+    saved_and_read,
+    untimed,
+)
+from trials.attempt import run_attempt
+from trials.corpora import PathCorpus
+from trials.ledger import Task
+from trials.spec import TrialConfig
+from trials.store import CheckpointStore
+from trials.training import Training, evaluate, evaluate_mc
+
+pytestmark = pytest.mark.gpu
+
+
+def build(device: str = "cuda", averaging: Literal["none", "from-start"] = "from-start") -> Training:
+    config = replace(CONFIG, epochs=3, averaging=averaging)
+    return Training(MODEL, config, Regularization("fraternal"), V, TRAIN, VALID, 1, device)
+
+
+@pytest.mark.parametrize("name", list(REGULARIZATIONS))
+def test_every_regularizer_trains(name: str) -> None:
+    training = Training(MODEL, CONFIG, REGULARIZATIONS[name], V, TRAIN, VALID, 1, "cuda")
+    first, *_, last = training.epochs()
+    assert last.train_loss < first.train_loss
+    assert {tensor.device.type for tensor in training.weights_to_use().values()} == {"cuda"}
+
+
+@pytest.mark.parametrize("averaging", ["none", "from-start"])
+def test_training_that_goes_on_in_mid_epoch_equals_training_that_never_stopped(
+    averaging: Literal["none", "from-start"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials.training, "PAUSE_SHARE", 0)
+    whole = build(averaging=averaging)
+    states = [whole.state() for _ in whole.run(pause_every_s=0)]
+    for state in states[::29]:
+        resumed = build(averaging=averaging)
+        resumed.load_state(*saved_and_read(state))
+        list(resumed.epochs())
+        assert untimed(resumed.history) == untimed(whole.history)
+        assert_equal_weights(resumed.state()[0], whole.state()[0])
+
+
+@pytest.mark.parametrize(("one", "other"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_state_is_taken_up_on_another_device(one: str, other: str) -> None:
+    started = build(one)
+    next(started.epochs())
+    resumed = build(other)
+    resumed.load_state(*started.state())
+    *_, last = resumed.epochs()
+    assert last.epoch == 3
+
+
+def test_an_attempt_says_which_card_it_ran_on(tmp_path: Path) -> None:
+    for split, ids in (("train", TRAIN), ("valid", VALID), ("test", VALID)):
+        (tmp_path / f"{split}.txt").write_text(" ".join(map(str, ids)))
+    config = TrialConfig(MODEL, replace(CONFIG, epochs=1), Regularization("fraternal"))
+    task = Task("s1", 0, 1, "fd", 1, config, PathCorpus(path=str(tmp_path)), "cuda", 0)
+    (report,) = run_attempt(task, CheckpointStore((tmp_path / "store").as_uri()), tmp_path)
+    assert report.failure is None
+    assert report.device == f"cuda: {torch.cuda.get_device_name()}"
+
+
+def test_a_model_predicts_the_same_on_either_device() -> None:
+    model = AWDLSTM(MODEL, V, torch.Generator().manual_seed(1))
+    expected = evaluate(model, VALID)
+    assert evaluate(model.to("cuda"), VALID) == pytest.approx(expected, rel=1e-5)
+    assert evaluate_mc(model, VALID, 10, seed=1) == pytest.approx(expected, rel=0.2)
