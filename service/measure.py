@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from models.awd_lstm import AWDLSTM
 from service.errors import CommandFailed
 from service.local import finetune_file, read_checkpoint, rebuild, usable_device
-from trials.checkpoints import BestCheckpoint
 from trials.corpora import Corpus
 from trials.training import EVALUATION_WINDOW, evaluate, evaluate_mc
 
@@ -23,17 +22,22 @@ class Losses:
     test: float
 
 
-def losses(file: Path, corpus: Corpus, masks: int, seed: int) -> Losses:
-    """With the mean mask, or averaged over so many sampled ones. Raises CommandFailed."""
-    model = _model(file, corpus)
+def load_model(file: Path, corpus: Corpus) -> AWDLSTM:
+    """The checkpoint's model, on a GPU where there is one. Raises CommandFailed if it is of another text."""
+    checkpoint = read_checkpoint(file)
+    if checkpoint.config["corpus_sha256"] != dict(corpus.sha256):
+        raise CommandFailed(
+            f"{file} was trained on another text than the corpus holds now; put the text back, "
+            "or begin again in another --out"
+        )
+    return rebuild(checkpoint).to(usable_device("auto"))
+
+
+def losses(model: AWDLSTM, corpus: Corpus, masks: int, seed: int) -> Losses:
+    """With the mean mask, or averaged over so many sampled ones."""
     if masks:
         return Losses(*(evaluate_mc(model, ids, masks, seed) for ids in (corpus.valid, corpus.test)))
     return Losses(evaluate(model, corpus.valid), evaluate(model, corpus.test))
-
-
-def hidden_activation(file: Path, corpus: Corpus) -> float:
-    """Mean of h² of the last layer over units and validation tokens. Raises CommandFailed."""
-    return mean_square_output(_model(file, corpus), corpus.valid)
 
 
 def mean_square_output(model: AWDLSTM, ids: NDArray[np.int32], window: int = EVALUATION_WINDOW) -> float:
@@ -51,17 +55,3 @@ def mean_square_output(model: AWDLSTM, ids: NDArray[np.int32], window: int = EVA
 def finetune(file: Path, out: Path, data_dir: Path) -> None:
     """Fine-tune the first file's model on its own corpus; write the second. Raises CommandFailed."""
     finetune_file(file, out, {}, seed=None, device="auto", data_dir=data_dir)
-
-
-def _model(file: Path, corpus: Corpus) -> AWDLSTM:
-    checkpoint = read_checkpoint(file)
-    _require_its_text(file, checkpoint, corpus)
-    return rebuild(checkpoint).to(usable_device("auto"))
-
-
-def _require_its_text(file: Path, checkpoint: BestCheckpoint, corpus: Corpus) -> None:
-    if checkpoint.config["corpus_sha256"] != dict(corpus.sha256):
-        raise CommandFailed(
-            f"{file} was trained on another text than the corpus holds now; put the text back, "
-            "or begin again in another --out"
-        )

@@ -144,10 +144,22 @@ def _train(
     sweep_id = found.id if found else client.create(body).id
     if found:
         console.print(f"going on with sweep {sweep_id}, {found.state}")
+        for line in kept_as_it_began(validated(body), client.get(sweep_id).spec):
+            console.print(line, soft_wrap=True)
     print_addresses(client, sweep_id, console)
     follow(client, sweep_id, console, signals.pause)
     sweep, trials = client.get(sweep_id), tuple(client.trials(sweep_id))
     return Trained(sweep, trials, _curves(client, sweep, trials) if table.curves else ())
+
+
+def kept_as_it_began(asked: SweepSpec, began_with: SweepSpec) -> list[str]:
+    """What the command asks for, and a sweep that goes on does not take up."""
+    return [
+        f"{name} stays as the sweep began with it, {getattr(began_with, name)}; "
+        "to change it, begin again in another --out"
+        for name in ("resources", "retry")
+        if getattr(asked, name) != getattr(began_with, name)
+    ]
 
 
 def _curves(client: FraternalClient, sweep: SweepDetail, trials: Sequence[TrialView]) -> tuple[Curve, ...]:
@@ -219,10 +231,11 @@ def _measure(
 def _measured(
     table: Table, trial: TrialView, file: Path, corpus: Corpus, finetunes: int, masks: int
 ) -> Measured:
-    from service.measure import hidden_activation, losses
+    from service.measure import load_model, losses, mean_square_output
 
-    found = losses(file, corpus, masks, trial.seed)
-    activation = hidden_activation(file, corpus) if table.activation else None
+    model = load_model(file, corpus)
+    found = losses(model, corpus, masks, trial.seed)
+    activation = mean_square_output(model, corpus.valid) if table.activation else None
     return Measured(trial.number, finetunes, masks, found.valid, found.test, activation)
 
 

@@ -21,7 +21,7 @@ from service.cli import with_overrides
 from service.client import FraternalClient
 from service.errors import CommandFailed
 from service.measure import mean_square_output
-from service.reproduce import Checkpoints, Notebook, _train, differing, labels_of, validated
+from service.reproduce import Checkpoints, Notebook, _train, differing, kept_as_it_began, labels_of, validated
 from service.reproduction import (
     Curve,
     Measured,
@@ -41,7 +41,7 @@ from service.schemas import EpochView, SweepView, TrialCounts
 from tests.played_service import played_service
 from tests.test_report import trial
 from trials.corpora import PUBLISHED, SPLITS, Corpus, Split, Vocabulary
-from trials.spec import SweepSpec
+from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.tables import SCALES, TABLES, Row, Scale, build_spec
 
@@ -420,6 +420,14 @@ def test_a_spec_that_is_refused_says_where(tmp_path: Path) -> None:
 
 
 # Measuring.
+
+
+def test_a_sweep_that_goes_on_says_what_it_does_not_take_up() -> None:
+    began = spec_of("seeds", "tiny")
+    asked = began.model_copy(update={"resources": Resources(max_concurrent=1), "baseline": 60.7})
+    (said,) = kept_as_it_began(asked, began)
+    assert "max_concurrent=None" in said, "what holds, not what was asked for"
+    assert kept_as_it_began(began, began) == []
 
 
 def test_the_hidden_activation_does_not_depend_on_the_window() -> None:
