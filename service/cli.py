@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from service.client import FraternalClient
     from trials.presets import Preset
 
+# Read when torch is loaded. OpenMP threads that wait by spinning make training ten times slower where another
+# process, a second training say, has a core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 DEFAULT_URL = "http://127.0.0.1:8123"
 
 HELP = """Search hyperparameters of regularized LSTM language models.

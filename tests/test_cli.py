@@ -222,6 +222,16 @@ def test_every_command_explains_itself_with_an_example(command: str) -> None:
     assert f"fraternal {command}" in " ".join(run(command, "-h").stdout.split())
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_do_not_spin_while_they_wait_unless_asked_to(given: dict[str, str], expected: str) -> None:
+    code = (
+        "import os, sys, service.cli; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    output = subprocess.check_output([sys.executable, "-c", code], env={**clean, **given}, text=True)
+    assert output.strip() == expected
+
+
 def test_help_loads_neither_torch_nor_the_service() -> None:
     script = (
         "import sys; from typer.testing import CliRunner; from service.cli import app;"
