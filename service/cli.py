@@ -148,7 +148,7 @@ def ls(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
     from rich.table import Table
 
     from service.client import FraternalClient
-    from service.progress import perplexity
+    from service.progress import format_perplexity
 
     with FraternalClient(url) as client:
         sweeps = client.list_sweeps()
@@ -157,7 +157,7 @@ def ls(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
         return
     table = Table("sweep", "name", "state", "trials", "best perplexity", "created")
     for sweep in sweeps:
-        best = perplexity(sweep.best.best_valid_perplexity) if sweep.best else "–"
+        best = format_perplexity(sweep.best.best_valid_perplexity) if sweep.best else "–"
         done = f"{sweep.trials.done}/{sweep.trials.budget}"
         table.add_row(sweep.id, sweep.name, sweep.state, done, best, f"{sweep.created_at:%Y-%m-%d %H:%M} UTC")
     Console().print(table)

@@ -189,14 +189,16 @@ def finetune_file(
 ) -> None:
     """Go on from a checkpoint until it converges; what comes out is never worse than what it began with.
 
-    As in the paper and the released code: SGD that averages from the first step on, without fraternal dropout
-    or a relative of it, until the non-monotone rule with n = 5 says that it has converged. `values` win over
-    that, and over what the checkpoint was trained with. Raises CommandFailed.
+    As in the paper (§5.4), that is, in the released AWD-LSTM code: SGD that averages from the first step on,
+    with AR and TAR at their defaults there, without fraternal dropout or a relative of it, until the
+    non-monotone rule with n = 5 says that it has converged. `values` win over that, and over what the
+    checkpoint was trained with. Raises CommandFailed.
     """
     checkpoint = read_checkpoint(file)
     number = checkpoint.config.get("finetunings", 0) + 1
     start = replace(checkpoint, config={**checkpoint.config, "finetunings": number})
     task = _finetuning(start, values, seed, usable_device(device))
+    print(described(task.config, task.corpus))
     corpus = load(task.corpus, data_dir)
     if corpus.vocabulary != checkpoint.vocabulary or corpus.sha256 != checkpoint.config["corpus_sha256"]:
         raise CommandFailed(
@@ -229,7 +231,7 @@ def _finetuning(checkpoint: BestCheckpoint, values: dict[str, Any], seed: int | 
             )
     by_the_paper = {
         "training": {"averaging": "from-start", "non_monotone_interval": 5, "lr_schedule": "constant"},
-        "regularization": {"regularizer": "none", "kappa": None},
+        "regularization": {"regularizer": "none", "kappa": None, "alpha": 2.0, "beta": 1.0},
     }
     parsed: TrialConfig = parse_strictly(TrialConfig, merged(merged(own, by_the_paper), values))
     trained = AWDLSTMConfig(**own["model"])

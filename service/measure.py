@@ -1,17 +1,13 @@
-"""What a table measures of a best checkpoint besides its validation loss. Loads torch."""
+"""What a table measures of a best checkpoint. Loads torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from models.awd_lstm import AWDLSTM
 from service.errors import CommandFailed
 from service.local import finetune_file, read_checkpoint, rebuild, usable_device
 from trials.corpora import Corpus
-from trials.training import EVALUATION_WINDOW, evaluate, evaluate_mc
+from trials.training import evaluate, evaluate_mc
 
 
 @dataclass(frozen=True)
@@ -22,15 +18,15 @@ class Losses:
     test: float
 
 
-def load_model(file: Path, corpus: Corpus) -> AWDLSTM:
-    """The checkpoint's model, on a GPU where there is one. Raises CommandFailed if it is of another text."""
+def load_model(file: Path, corpus: Corpus, device: str) -> AWDLSTM:
+    """The checkpoint's model. Raises CommandFailed if it was trained on another text."""
     checkpoint = read_checkpoint(file)
     if checkpoint.config["corpus_sha256"] != dict(corpus.sha256):
         raise CommandFailed(
             f"{file} was trained on another text than the corpus holds now; put the text back, "
             "or begin again in another --out"
         )
-    return rebuild(checkpoint).to(usable_device("auto"))
+    return rebuild(checkpoint).to(usable_device(device))
 
 
 def losses(model: AWDLSTM, corpus: Corpus, masks: int, seed: int) -> Losses:
@@ -40,18 +36,6 @@ def losses(model: AWDLSTM, corpus: Corpus, masks: int, seed: int) -> Losses:
     return Losses(evaluate(model, corpus.valid), evaluate(model, corpus.test))
 
 
-def mean_square_output(model: AWDLSTM, ids: NDArray[np.int32], window: int = EVALUATION_WINDOW) -> float:
-    """(1/d)·|h_t|², averaged over t: the y-axis of Figure ARactivation. The window does not change it."""
-    tokens_T1 = torch.from_numpy(ids.astype(np.int64)).unsqueeze(1).to(model.decoder_bias.device)
-    total, state = 0.0, model.zero_state(1)
-    with torch.no_grad():
-        for start in range(0, len(tokens_T1), window):
-            result = model(tokens_T1[start : start + window], state, None)
-            state = result.state
-            total += result.raw_TBH.double().square().mean(dim=2).sum().item()
-    return total / len(tokens_T1)
-
-
-def finetune(file: Path, out: Path, data_dir: Path) -> None:
+def finetune(file: Path, out: Path, data_dir: Path, device: str) -> None:
     """Fine-tune the first file's model on its own corpus; write the second. Raises CommandFailed."""
-    finetune_file(file, out, {}, seed=None, device="auto", data_dir=data_dir)
+    finetune_file(file, out, {}, seed=None, device=device, data_dir=data_dir)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from service.client import FraternalClient, ServiceUnreachable
 from service.schemas import TERMINAL_STATES, SweepView
+from trials.perplexity import perplexity
 
 SECONDS_BETWEEN_LINES = 5.0
 UNREACHABLE_S = 60.0
@@ -62,7 +63,9 @@ def of_sweep(sweep: SweepView, now: datetime | None = None) -> Snapshot:
         f"{sweep.epochs_done} epochs",
     ]
     if best is not None:
-        facts.append(f"best {perplexity(best.best_valid_perplexity)} (trial {best.number}, {best.arm})")
+        facts.append(
+            f"best {format_perplexity(best.best_valid_perplexity)} (trial {best.number}, {best.arm})"
+        )
     until = sweep.finished_at or now or datetime.now(UTC)
     return Snapshot(
         title=f"{sweep.name or sweep.id} {sweep.state}",
@@ -80,9 +83,9 @@ def of_training(epochs: Sequence[Epoch], total: int, elapsed_s: float) -> Snapsh
     if epochs:
         last, best = epochs[-1], min(epochs, key=lambda epoch: epoch.valid_perplexity)
         facts = (
-            f"train {perplexity(math.exp(min(last.train_loss, 700)))}",
-            f"valid {perplexity(last.valid_perplexity)}",
-            f"best {perplexity(best.valid_perplexity)} (epoch {best.epoch})",
+            f"train {format_perplexity(perplexity(last.train_loss))}",
+            f"valid {format_perplexity(last.valid_perplexity)}",
+            f"best {format_perplexity(best.valid_perplexity)} (epoch {best.epoch})",
         )
     left = elapsed_s / len(epochs) * (total - len(epochs)) if epochs else None
     return Snapshot("training", len(epochs), total, "epochs", facts, elapsed_s, left)
@@ -166,7 +169,7 @@ def _bar(snapshot: Snapshot) -> Group:
     return Group(head, Text(" · ".join(snapshot.facts)))
 
 
-def perplexity(value: float | None) -> str:
+def format_perplexity(value: float | None) -> str:
     """Two decimals; `inf` where there is no number for it."""
     return "inf" if value is None or not math.isfinite(value) else f"{value:.2f}"
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import platform
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -38,13 +37,13 @@ from service.running import Interrupted, Signals, print_addresses, running_servi
 from service.schemas import SweepDetail, TrialView
 from service.settings import Settings
 from service.texts import load, parse_strictly
-from trials.corpora import PUBLISHED, Corpus
+from trials.corpora import PUBLISHED, Corpus, PathCorpus
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore, write_whole
-from trials.tables import SCALES, TABLES, Scale, Table, build_spec
+from trials.tables import MASK_SAMPLES, SCALES, TABLES, Scale, Table, build_spec
 
 NOT_TRAINED = ("name", "labels", "baseline", "resources", "retry")
-"""Fields of a sweep that change no trial's numbers: with another value its trials are the same."""
+"""Fields of a sweep that change no trial's numbers on the same kind of device."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ def labels_of(table: Table, scale: Scale, spec: SweepSpec, corpus: Corpus) -> di
     """
     deciding = spec.model_dump(mode="json", exclude=set(NOT_TRAINED))
     deciding["corpus"] = {**_options(spec), "sha256": dict(corpus.sha256)}
+    deciding["on_gpu"] = spec.resources.gpus > 0
     digest = hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
     return {"reproduces": table.name, "scale": scale, "trials": digest[:16]}
 
@@ -121,8 +121,9 @@ def reproduce(table: Table, scale: Scale, body: dict[str, Any], out: Path, data_
 def differing(table: Table, spec: SweepSpec, corpus: Corpus) -> tuple[str, ...]:
     """In which parts a sweep is not the paper's own."""
     paper = validated(build_spec(table, "paper"))
-    parts = ("model", "training", "regularization", "arms", "space")
+    parts = ("model", "training", "regularization", "arms", "space", "pruner")
     differ = [part for part in parts if getattr(spec, part) != getattr(paper, part)]
+    differ += ["number of draws"] if spec.budget != paper.budget else []
     published = PUBLISHED[_options(paper, "name")["name"]]
     same_text = dict(corpus.sha256) == dict(published.sha256)
     return (*differ, *(["corpus"] if not same_text or _options(spec) != _options(paper) else []))
@@ -144,12 +145,22 @@ def _train(
     sweep_id = found.id if found else client.create(body).id
     if found:
         console.print(f"going on with sweep {sweep_id}, {found.state}")
+        _require_text_in_place(client.get(sweep_id).spec)
         for line in kept_as_it_began(validated(body), client.get(sweep_id).spec):
             console.print(line, soft_wrap=True)
     print_addresses(client, sweep_id, console)
     follow(client, sweep_id, console, signals.pause)
     sweep, trials = client.get(sweep_id), tuple(client.trials(sweep_id))
     return Trained(sweep, trials, _curves(client, sweep, trials) if table.curves else ())
+
+
+def _require_text_in_place(spec: SweepSpec) -> None:
+    """What is left to do reads the corpus where it lay when the sweep began. Raises CommandFailed."""
+    if isinstance(spec.corpus, PathCorpus) and not Path(spec.corpus.path).is_dir():
+        raise CommandFailed(
+            f"this sweep began with the corpus at {spec.corpus.path}, which is no directory any more: put it "
+            "back, or begin again in another --out"
+        )
 
 
 def kept_as_it_began(asked: SweepSpec, began_with: SweepSpec) -> list[str]:
@@ -163,7 +174,7 @@ def kept_as_it_began(asked: SweepSpec, began_with: SweepSpec) -> list[str]:
 
 
 def _curves(client: FraternalClient, sweep: SweepDetail, trials: Sequence[TrialView]) -> tuple[Curve, ...]:
-    """The mean over an arm's seeds; where its factor is searched, the curve of the best trial."""
+    """The mean over each arm's seeds; where factors are searched, the curve of its best trial."""
     curves = []
     for arm in sweep.spec.arms:
         complete = sorted((one for one in trials if one.arm == arm and _complete(one)), key=_best_loss)
@@ -192,10 +203,9 @@ class Notebook:
         rows = written.get("measured", []) if written.get("sweep") == sweep_id else []
         self.measured = [Measured(**row) for row in rows]
 
-    def has(self, number: int, finetunes: int, masks: int) -> bool:
-        return any(
-            (one.number, one.finetunes, one.masks) == (number, finetunes, masks) for one in self.measured
-        )
+    def has(self, number: int, finetunes: int, masks: int, sample: int) -> bool:
+        asked = (number, finetunes, masks, sample)
+        return any((one.number, one.finetunes, one.masks, one.sample) == asked for one in self.measured)
 
     def add(self, measured: Measured) -> None:
         self.measured.append(measured)
@@ -206,37 +216,24 @@ class Notebook:
 def _measure(
     table: Table, trained: Trained, corpus: Corpus, out: Path, data_dir: Path, console: Console
 ) -> tuple[Measured, ...]:
-    from service.measure import finetune
+    from service.measure import finetune, load_model, losses
 
     notebook = Notebook(out / "measured.json", trained.sweep.id)
-    store = CheckpointStore(Settings(data_dir=data_dir, store_url=None).resolved_store_url)
+    store = CheckpointStore(Settings.model_construct(data_dir=data_dir, store_url=None).resolved_store_url)
+    device = "auto" if trained.sweep.spec.resources.gpus else "cpu"
+    make = partial(finetune, data_dir=data_dir, device=device)
     for trial in filter(_complete, trained.trials):
-        for finetunes, masks in stages(table, trial.arm):
-            if notebook.has(trial.number, finetunes, masks):
+        files = Checkpoints(store, trained.sweep.id, trial.number, out / "checkpoints", make)
+        for finetunes, masks, sample in stages(table, trial.arm):
+            if notebook.has(trial.number, finetunes, masks, sample):
                 continue
-            console.print(
-                f"trial {trial.number}, {trial.arm}: fine-tunings {finetunes}, masks {masks or 'mean'}"
-            )
-            files = Checkpoints(
-                store,
-                trained.sweep.id,
-                trial.number,
-                out / "checkpoints",
-                partial(finetune, data_dir=data_dir),
-            )
-            notebook.add(_measured(table, trial, files.get(finetunes), corpus, finetunes, masks))
+            if not sample:
+                under = f"{masks} sampled masks" if masks else "mean mask"
+                console.print(f"trial {trial.number}, {trial.arm}: fine-tunings {finetunes}, {under}")
+            model = load_model(files.get(finetunes), corpus, device)
+            found = losses(model, corpus, masks, trial.seed * MASK_SAMPLES + sample)
+            notebook.add(Measured(trial.number, finetunes, masks, found.valid, found.test, sample))
     return tuple(notebook.measured)
-
-
-def _measured(
-    table: Table, trial: TrialView, file: Path, corpus: Corpus, finetunes: int, masks: int
-) -> Measured:
-    from service.measure import load_model, losses, mean_square_output
-
-    model = load_model(file, corpus)
-    found = losses(model, corpus, masks, trial.seed)
-    activation = mean_square_output(model, corpus.valid) if table.activation else None
-    return Measured(trial.number, finetunes, masks, found.valid, found.test, activation)
 
 
 @dataclass(frozen=True)
@@ -254,19 +251,16 @@ class Checkpoints:
         """The checkpoint after so many fine-tunings; what is not there yet is made."""
         path = self.folder / f"{self.sweep_id}-t{self.number:05d}-finetuned-{finetunes}.tar"
         if not path.exists():
-            part = path.with_suffix(".unfinished.tar")
-            part.unlink(missing_ok=True)
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._make(finetunes, part)
-            part.replace(path)
+            if finetunes:
+                part = path.with_suffix(".unfinished.tar")
+                part.unlink(missing_ok=True)
+                self.finetune(self.get(finetunes - 1), part)
+                part.replace(path)
+            else:
+                with self.store.open_best(self.sweep_id, self.number) as best:
+                    write_whole(path, best.read())
         return path
-
-    def _make(self, finetunes: int, part: Path) -> None:
-        if finetunes:
-            self.finetune(self.get(finetunes - 1), part)
-        else:
-            with self.store.open_best(self.sweep_id, self.number) as best, part.open("wb") as copy:
-                shutil.copyfileobj(best, copy)
 
 
 # Writing.

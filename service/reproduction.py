@@ -1,8 +1,9 @@
 """A table of the paper beside ours: pure functions of its declaration, its trials, what was measured."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from statistics import fmean, stdev
 from typing import Any
 
@@ -10,18 +11,12 @@ from service.report import build_report, to_json, to_markdown
 from service.schemas import EpochView, SweepView, TrialView
 from trials.perplexity import perplexity
 from trials.spec import SweepSpec
-from trials.tables import Row, Scale, Score, SearchRow, Table
+from trials.tables import MASK_SAMPLES, Row, Scale, Score, SearchRow, Table
 
 CONFIDENCE = 0.95
 CURVE_POINTS = 10
 """Epochs that table.md shows of a curve; table.json has all of them."""
 BLANK = "–"
-WARNINGS: dict[Scale, str] = {
-    "tiny": "**This is neither the paper's scale nor the paper's corpus: our numbers can only be compared "
-    "with one another.**",
-    "small": "**This is not the paper's scale: our numbers can only be compared with one another.**",
-    "paper": "The paper's configuration at full length.",
-}
 
 
 @dataclass(frozen=True)
@@ -35,8 +30,8 @@ class Measured:
     """Nats per token."""
     test_loss: float
     """Nats per token."""
-    activation: float | None = None
-    """Mean of h², where the table asks for it."""
+    sample: int = 0
+    """Which sample of the masks."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +43,8 @@ class Estimate:
     half_width: float | None
     """Of the 95 % confidence interval, by Student's t; None for a single trial."""
     best: float
+    sd_over_masks: float | None = None
+    """Standard deviation over samples of the masks for one model, its mean over trials; None without."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +59,17 @@ class ResultRow:
     best_valid: float | None
     test_of_best: float | None
     """Test perplexity of the trial that validation chose."""
-    activation: Estimate | None
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean perplexities over an arm's trials, epoch by epoch."""
+    """An arm's perplexities epoch by epoch: means over its trials, or those of its best one."""
 
     arm: str
     train: tuple[float, ...]
     valid: tuple[float, ...]
+    activation: tuple[float, ...]
+    """Mean hidden activation |m·h|²/d."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +92,14 @@ class Reproduction:
 
     @property
     def warning(self) -> str:
-        if self.scale == "paper" and self.differs:
-            return (
-                f"**This is not the paper's configuration: {', '.join(self.differs)} differ. "
-                "Our numbers can only be compared with one another.**"
-            )
-        return WARNINGS[self.scale]
+        """How far our numbers can be compared with the paper's."""
+        if self.comparable:
+            return "The paper's configuration at full length."
+        if self.scale == "paper":
+            what = f"the paper's configuration: {', '.join(self.differs)} differ"
+        else:
+            what = "the paper's scale" + (", nor its corpus" if "corpus" in self.differs else "")
+        return f"**This is not {what}. Our numbers can only be compared with one another.**"
 
     @property
     def rows(self) -> tuple[ResultRow, ...]:
@@ -113,9 +113,16 @@ class Reproduction:
 # What to run.
 
 
-def stages(table: Table, arm: str) -> list[tuple[int, int]]:
-    """(fine-tunings, masks) that a trial of this arm is measured at, fewer fine-tunings first."""
-    return sorted({(row.finetunes, row.masks) for row in table.rows if row.arm == arm})
+def stages(table: Table, arm: str) -> list[tuple[int, int, int]]:
+    """(fine-tunings, masks, sample of the masks) that a trial of this arm is measured at, in order."""
+    return sorted(
+        {
+            (row.finetunes, row.masks, sample)
+            for row in table.rows
+            if row.arm == arm
+            for sample in range(MASK_SAMPLES if row.masks else 1)
+        }
+    )
 
 
 def sweep_to_go_on_with(sweeps: Iterable[SweepView], labels: Mapping[str, str]) -> SweepView | None:
@@ -131,7 +138,7 @@ def plan(table: Table, spec: SweepSpec) -> str:
     trials, epochs, arms = spec.budget.trials, spec.training.epochs, len(spec.arms)
     line = f"{trials} trials ({arms} arms), {epochs} epochs each at most: {trials * epochs} epochs"
     each = [stages(table, spec.arm_of(number)) for number in range(trials)]
-    finetunes = sum(max((count for count, _ in found), default=0) for found in each)
+    finetunes = sum(max((count for count, *_ in found), default=0) for found in each)
     evaluations = sum(map(len, each))
     then = [f"{finetunes} fine-tunings"] * bool(finetunes) + [f"{evaluations} evaluations"] * bool(
         evaluations
@@ -142,15 +149,25 @@ def plan(table: Table, spec: SweepSpec) -> str:
 # Statistics.
 
 
-def estimate(values: Sequence[float]) -> Estimate | None:
+def estimate(samples: Mapping[int, Sequence[float]]) -> Estimate | None:
+    """Of the mean over trials, each of which has its samples."""
+    values = [fmean(of_trial) for of_trial in samples.values()]
     if not values:
         return None
+    finite = all(map(math.isfinite, values))
     half = (
         student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-        if len(values) > 1 and all(map(math.isfinite, values))
+        if len(values) > 1 and finite
         else None
     )
-    return Estimate(len(values), fmean(values), half, min(values))
+    repeated = finite and all(len(of_trial) > 1 for of_trial in samples.values())
+    return Estimate(
+        len(values),
+        fmean(values),
+        half,
+        min(values),
+        sd_over_masks=fmean(map(stdev, samples.values())) if repeated else None,
+    )
 
 
 def student_t(degrees: int, confidence: float = CONFIDENCE) -> float:
@@ -178,22 +195,27 @@ def _within(theta: float, degrees: int) -> float:
 
 def result_row(row: Row, trials: Iterable[TrialView], measured: Iterable[Measured]) -> ResultRow:
     of_arm = {trial.number for trial in trials if trial.arm == row.arm}
-    found = [
-        one
-        for one in measured
-        if one.number in of_arm and (one.finetunes, one.masks) == (row.finetunes, row.masks)
-    ]
-    chosen = min(found, key=lambda one: one.valid_loss, default=None)
+    found = sorted(
+        (
+            one
+            for one in measured
+            if one.number in of_arm and (one.finetunes, one.masks) == (row.finetunes, row.masks)
+        ),
+        key=lambda one: one.number,
+    )
+    grouped = {number: list(ones) for number, ones in groupby(found, key=lambda one: one.number)}
+    valid = {number: [perplexity(one.valid_loss) for one in ones] for number, ones in grouped.items()}
+    test = {number: [perplexity(one.test_loss) for one in ones] for number, ones in grouped.items()}
+    chosen = min(valid, key=lambda number: fmean(valid[number]), default=None)
     return ResultRow(
         label=row.label,
         arm=row.arm,
         paper_valid=row.valid,
         paper_test=row.test,
-        valid=estimate([perplexity(one.valid_loss) for one in found]),
-        test=estimate([perplexity(one.test_loss) for one in found]),
-        best_valid=perplexity(chosen.valid_loss) if chosen else None,
-        test_of_best=perplexity(chosen.test_loss) if chosen else None,
-        activation=estimate([one.activation for one in found if one.activation is not None]),
+        valid=estimate(valid),
+        test=estimate(test),
+        best_valid=None if chosen is None else fmean(valid[chosen]),
+        test_of_best=None if chosen is None else fmean(test[chosen]),
     )
 
 
@@ -204,6 +226,7 @@ def mean_curve(arm: str, curves: Sequence[Sequence[EpochView]]) -> Curve:
         arm,
         train=tuple(fmean(perplexity(one.train_loss) for one in epoch) for epoch in epochs),
         valid=tuple(fmean(perplexity(one.valid_loss) for one in epoch) for epoch in epochs),
+        activation=tuple(fmean(one.ar for one in epoch) for epoch in epochs),
     )
 
 
@@ -219,7 +242,8 @@ def table_markdown(result: Reproduction) -> str:
         f"Ours: {result.corpus}; {spec.model.layers} LSTM layer(s), E = {spec.model.embedding_size}, "
         f"H = {spec.model.hidden_size}; {spec.training.epochs} epochs; {result.seeds} draws an arm.\n",
         _search_markdown(result) if table.search else _rows_markdown(result),
-        *([_curves_markdown(result.curves)] if table.curves else []),
+        *([_curves_markdown("train/valid", result.curves, _perplexities)] if table.curves else []),
+        *([_curves_markdown("hidden activation", result.curves, _activation)] if table.activation else []),
         *(f"- {remark}\n" for remark in table.remarks),
     ]
     return "\n".join(parts)
@@ -256,8 +280,12 @@ def _finite(value: Any) -> Any:
 
 
 def _rows_markdown(result: Reproduction) -> str:
-    head = ["row", "paper valid", "paper test", "n", "ours valid", "ours test", "best valid", "its test"]
-    asked = result.table.activation
+    masks = any(row.masks for row in result.table.rows)
+    head = [
+        *["row", "paper valid", "paper test", "n", "ours valid", "ours test"],
+        *(["sd over masks"] if masks else []),
+        *["best valid", "its test"],
+    ]
     rows = [
         [
             row.label,
@@ -266,15 +294,15 @@ def _rows_markdown(result: Reproduction) -> str:
             str(row.valid.n) if row.valid else "0",
             _estimate(row.valid),
             _estimate(row.test),
+            *([_sd_over_masks(row)] if masks else []),
             _number(row.best_valid),
             _number(row.test_of_best),
-            *([_estimate(row.activation, digits=4)] if asked else []),
         ]
         for row in result.rows
     ]
     drawn = ", whose searched factors differ" if result.spec.space else ""
     words = f"Perplexities; ours as the mean over trials{drawn}, with its 95 % interval (Student's t).\n"
-    return _grid([*head, *(["hidden activation"] if asked else [])], rows) + "\n" + words
+    return _grid(head, rows) + "\n" + words
 
 
 def _search_markdown(result: Reproduction) -> str:
@@ -282,9 +310,10 @@ def _search_markdown(result: Reproduction) -> str:
     paper = _grid(head, [_search_cells(row) for row in result.table.search])
     ours = to_markdown(build_report(result.spec, result.trials))
     no_baseline = (
-        "\nThe paper's 60.7 is of another model. To count against a baseline, measure one (`fraternal "
-        f"reproduce seeds --scale {result.scale}`) and run this again with `--set baseline=PERPLEXITY`: "
-        "nothing is trained twice.\n"
+        "\nThe paper's 60.7 is of another model. To count against a baseline, measure one on the same corpus "
+        f"(`fraternal reproduce seeds --scale {result.scale} --set training.epochs="
+        f"{result.spec.training.epochs}`) and run this again with `--set baseline=PERPLEXITY`: nothing is "
+        "trained twice.\n"
     )
     return f"{paper}\n{ours}" + (no_baseline if result.spec.baseline is None else "")
 
@@ -297,18 +326,23 @@ def _search_cells(row: SearchRow) -> list[str]:
     ]
 
 
-def _curves_markdown(curves: Sequence[Curve]) -> str:
-    """Train/validation perplexity at a few epochs, the last among them."""
+def _curves_markdown(what: str, curves: Sequence[Curve], point: Callable[[Curve, int], str]) -> str:
+    """A value at a few epochs, the last among them."""
     length = max((len(curve.valid) for curve in curves), default=0)
     shown = sorted({round(length * part / CURVE_POINTS) for part in range(1, CURVE_POINTS + 1)} - {0})
-    rows = [[curve.arm, *(_point(curve, epoch) for epoch in shown)] for curve in curves]
-    return _grid(["train/valid after epoch", *map(str, shown)], rows)
+    rows = [
+        [curve.arm, *(point(curve, epoch - 1) if epoch <= len(curve.valid) else BLANK for epoch in shown)]
+        for curve in curves
+    ]
+    return _grid([f"{what} after epoch", *map(str, shown)], rows)
 
 
-def _point(curve: Curve, epoch: int) -> str:
-    if epoch > len(curve.valid):
-        return BLANK
-    return f"{curve.train[epoch - 1]:.1f}/{curve.valid[epoch - 1]:.1f}"
+def _perplexities(curve: Curve, index: int) -> str:
+    return f"{curve.train[index]:.1f}/{curve.valid[index]:.1f}"
+
+
+def _activation(curve: Curve, index: int) -> str:
+    return f"{curve.activation[index]:.4f}"
 
 
 def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -323,11 +357,17 @@ def _score(score: Score | None) -> str:
     return f"{score.mean}{spread}" + (f" (min {score.best})" if score.best is not None else "")
 
 
-def _estimate(found: Estimate | None, digits: int = 2) -> str:
+def _estimate(found: Estimate | None) -> str:
     if found is None:
         return BLANK
-    spread = f" ± {found.half_width:.{digits}f}" if found.half_width is not None else ""
-    return f"{found.mean:.{digits}f}{spread}"
+    spread = f" ± {found.half_width:.2f}" if found.half_width is not None else ""
+    return f"{found.mean:.2f}{spread}"
+
+
+def _sd_over_masks(row: ResultRow) -> str:
+    """Of validation and of test."""
+    spreads = [one.sd_over_masks for one in (row.valid, row.test) if one is not None]
+    return " / ".join("–" if spread is None else f"{spread:.2f}" for spread in spreads) or BLANK
 
 
 def _number(value: float | None) -> str:

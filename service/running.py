@@ -76,7 +76,10 @@ def running_service(data_dir: Path, signals: Signals, console: Console) -> Itera
     """
     data_dir.mkdir(parents=True, exist_ok=True)
     token, port, log = secrets.token_hex(8), _free_port(), data_dir / "service.log"
-    console.print(f"starting a service on port {port}; it keeps its things in {data_dir} and logs to {log}")
+    console.print(
+        f"starting a service on port {port}; it keeps its things in {data_dir} and logs to {log}",
+        soft_wrap=True,
+    )
     with log.open("ab") as output:
         position = output.tell()
         process = subprocess.Popen(

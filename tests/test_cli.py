@@ -634,7 +634,11 @@ def test_fine_tuning_leaves_the_original_and_ends_no_worse_with_a_test_result(tr
     assert read("finetuned.tar", "metrics.json")["averaged"]
     config = read("finetuned.tar", "config.json")
     assert (config["training"]["averaging"], config["training"]["non_monotone_interval"]) == ("from-start", 5)
-    assert config["regularization"]["regularizer"] == "none"
+    kept = {name: config["regularization"][name] for name in ("regularizer", "alpha", "beta")}
+    assert kept == {"regularizer": "none", "alpha": 2.0, "beta": 1.0}, (
+        "the released code's, as the paper says"
+    )
+    assert 'regularization: regularizer="none", kappa=0.0, alpha=2.0, beta=1.0' in result.stdout
     assert run("evaluate", "finetuned.tar", "--check").exit_code == 0
 
 
@@ -644,6 +648,13 @@ def test_each_fine_tuning_has_a_seed_of_its_own_be_the_one_before_it_in_vain(tra
     assert run("finetune", "first.tar", "--out", "second.tar", *vain).exit_code == 0
     config = read("second.tar", "config.json")
     assert (config["seed"], config["finetunings"]) == (read(trained, "config.json")["seed"], 2)
+
+
+def test_what_is_given_wins_over_the_papers_way_of_fine_tuning(trained: Path) -> None:
+    given = ["--set", "regularization.alpha=0", "--set", "training.epochs=1"]
+    assert run("finetune", str(trained), *given).exit_code == 0
+    config = read("finetuned.tar", "config.json")
+    assert (config["regularization"]["alpha"], config["regularization"]["beta"]) == (0.0, 1.0)
 
 
 def test_fine_tuning_that_diverges_keeps_what_it_began_with(trained: Path) -> None:

@@ -11,16 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
 from scipy import stats
 
-from models.awd_lstm import AWDLSTM
-from models.config import AWDLSTMConfig
 from service.cli import with_overrides
 from service.client import FraternalClient
 from service.errors import CommandFailed
-from service.measure import mean_square_output
 from service.reproduce import Checkpoints, Notebook, _train, differing, kept_as_it_began, labels_of, validated
 from service.reproduction import (
     Curve,
@@ -43,7 +39,7 @@ from tests.test_report import trial
 from trials.corpora import PUBLISHED, SPLITS, Corpus, Split, Vocabulary
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
-from trials.tables import SCALES, TABLES, Row, Scale, build_spec
+from trials.tables import MASK_SAMPLES, SCALES, TABLES, Row, Scale, build_spec
 
 EVERY = [(name, scale) for name in TABLES for scale in SCALES]
 
@@ -108,6 +104,14 @@ def test_another_corpus_and_another_number_of_seeds_can_be_asked_for() -> None:
     assert (body["corpus"], body["budget"]) == ({"path": "/texts/ptb"}, {"trials": 3})
 
 
+def test_tiny_stays_tiny_on_another_corpus_unless_its_options_are_given() -> None:
+    body = build_spec(TABLES["seeds"], "tiny", {"name": "ptb", "valid_tokens": 7})
+    limits = build_spec(TABLES["seeds"], "tiny")["corpus"]
+    assert body["corpus"] == {**limits, "name": "ptb", "valid_tokens": 7}
+    by_path = build_spec(TABLES["seeds"], "tiny", {"path": "x"})["corpus"]
+    assert (by_path["train_tokens"], "name" in by_path) == (limits["train_tokens"], False)
+
+
 def test_building_a_spec_leaves_the_presets_as_they_are() -> None:
     before = json.dumps(build_spec(TABLES["fd-vs-eld"], "paper"))
     build_spec(TABLES["fd-vs-eld"], "tiny", {"path": "x"}, 1)
@@ -129,12 +133,15 @@ def test_a_plan_counts_what_is_trained_and_what_follows() -> None:
 
 
 def test_an_arm_is_measured_once_for_each_of_its_rows() -> None:
-    assert stages(TABLES["mc-eval"], "awd-lstm") == [(0, 0), (0, 1), (0, 10), (0, 50)]
-    assert stages(TABLES["finetune"], "fraternal") == [(0, 0), (1, 0), (2, 0)]
+    sampled = [(0, masks, sample) for masks in (1, 10, 50) for sample in range(MASK_SAMPLES)]
+    assert stages(TABLES["mc-eval"], "awd-lstm") == [(0, 0, 0), *sampled]
+    assert stages(TABLES["finetune"], "fraternal") == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     assert stages(TABLES["fd-vs-eld"], "fd") == []
 
 
 # The paper's numbers.
+
+SEARCH_ROW = ("label", "arm", "best", "top5_mean", "top10_mean", "beating", "n")
 
 
 def test_the_papers_numbers_are_references() -> None:
@@ -146,7 +153,15 @@ def test_the_papers_numbers_are_references() -> None:
     assert numbers("finetune") == [(60.7, 58.8), (60.0, 57.3), (59.8, 58.0), (58.9, 56.8), (58.5, 56.2)]
     assert numbers("finetune-wt2") == [(69.1, 66.0), (68.6, 65.8), (68.3, 65.3), (66.8, 64.1)]
     assert numbers("mc-eval") == [(92.2, 89.2), (66.2, 63.7), (64.4, 62.1), (60.7, 58.8), (59.8, 58.0)]
-    assert set(numbers("ablation") + numbers("activations")) == {(None, None)}
+    assert set(numbers("ablation") + numbers("activations") + numbers("convergence")) == {(None, None)}
+    spreads = [
+        score.plus_minus for row in TABLES["mc-eval"].rows[:3] for score in (row.valid, row.test) if score
+    ]
+    assert spreads == [0.5, 0.5, 0.2, 0.2, 0.1, 0.1]
+    assert [asdict(row) for row in TABLES["fd-vs-eld"].search] == [
+        dict(zip(SEARCH_ROW, ("Expectation linear dropout", "eld", 59.4, 60.1, 60.5, 6, 208), strict=True)),
+        dict(zip(SEARCH_ROW, ("Fraternal dropout", "fd", 59.4, 59.6, 59.9, 14, 203), strict=True)),
+    ]
 
 
 # Statistics.
@@ -157,9 +172,13 @@ def test_students_t_is_scipys(degrees: int) -> None:
     assert student_t(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-9)
 
 
+def one_each(values: list[float]) -> dict[int, list[float]]:
+    return {number: [value] for number, value in enumerate(values)}
+
+
 def test_an_interval_of_the_mean_is_scipys() -> None:
     values = [60.3, 60.6, 60.9, 60.5]
-    found = estimate(values)
+    found = estimate(one_each(values))
     assert found is not None
     low, high = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
     assert (found.mean - (found.half_width or 0), found.mean + (found.half_width or 0)) == pytest.approx(
@@ -168,15 +187,32 @@ def test_an_interval_of_the_mean_is_scipys() -> None:
 
 
 def test_one_seed_has_no_interval_and_none_no_estimate() -> None:
-    assert (one := estimate([60.0])) is not None
+    assert (one := estimate(one_each([60.0]))) is not None
     assert one.half_width is None
-    assert estimate([]) is None
+    assert estimate({}) is None
 
 
 def test_a_seed_whose_perplexity_overflows_leaves_no_interval() -> None:
-    found = estimate([60.0, math.inf])
+    found = estimate(one_each([60.0, math.inf]))
     assert found is not None
     assert (found.mean, found.half_width) == (math.inf, None)
+
+
+def test_samples_of_the_masks_count_as_one_trial_and_leave_their_own_spread() -> None:
+    found = estimate({0: [60.0, 62.0], 3: [70.0, 74.0]})
+    assert found is not None
+    assert (found.n, found.mean) == (2, 66.5)
+    assert found.half_width == pytest.approx(stats.t.ppf(0.975, 1) * stats.sem([61, 72]))
+    assert found.sd_over_masks == pytest.approx((np.std([60, 62], ddof=1) + np.std([70, 74], ddof=1)) / 2)
+    assert estimate(one_each([60.0, 61.0])).sd_over_masks is None  # type: ignore[union-attr]
+
+
+def test_the_spread_over_masks_stands_in_the_table_also_for_a_single_training() -> None:
+    result = reproduction("mc-eval", "paper", measured_everywhere("mc-eval", "paper"))
+    line = next(line for line in table_markdown(result).splitlines() if line.startswith("| MC10 |"))
+    assert "| 0.00 / 0.00 |" in line
+    assert "ours valid | ours test | sd over masks |" in table_markdown(result)
+    assert "sd over masks |" not in table_markdown(reproduction("finetune", "paper", ()))
 
 
 def test_the_test_perplexity_of_the_best_is_of_the_trial_that_validation_chose() -> None:
@@ -215,9 +251,9 @@ def reproduction(name: str, scale: Scale, measured: tuple[Measured, ...], **fiel
 def measured_everywhere(name: str, scale: Scale) -> tuple[Measured, ...]:
     spec = spec_of(name, scale)
     return tuple(
-        Measured(number, finetunes, masks, math.log(100.0 + number), math.log(90.0 + number), 0.05)
+        Measured(number, finetunes, masks, math.log(100.0 + number), math.log(90.0 + number), sample)
         for number in range(spec.budget.trials)
-        for finetunes, masks in stages(TABLES[name], spec.arm_of(number))
+        for finetunes, masks, sample in stages(TABLES[name], spec.arm_of(number))
     )
 
 
@@ -234,9 +270,10 @@ def test_a_table_has_the_papers_number_beside_ours_in_every_row(name: str, scale
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_tiny_table_says_first_that_it_is_not_the_papers(name: str) -> None:
-    top = table_markdown(reproduction(name, "tiny", ())).splitlines()[:3]
-    assert "neither the paper's scale nor the paper's corpus" in " ".join(top)
+    top = table_markdown(reproduction(name, "tiny", (), differs=("corpus",))).splitlines()[:3]
+    assert "This is not the paper's scale, nor its corpus." in " ".join(top)
     assert "one another" in " ".join(top)
+    assert "nor its corpus" not in table_markdown(reproduction(name, "tiny", ()))
     assert table_json(reproduction(name, "tiny", ()))["comparable_with_the_paper"] is False
 
 
@@ -259,23 +296,33 @@ def test_the_search_has_the_whole_report_and_the_papers_rows() -> None:
 
 def test_a_search_without_a_baseline_says_how_to_get_one() -> None:
     written = table_markdown(reproduction("fd-vs-eld", "small", ()))
-    assert "reproduce seeds --scale small" in written
+    epochs = spec_of("fd-vs-eld", "small").training.epochs
+    assert f"reproduce seeds --scale small --set training.epochs={epochs}`" in written
 
 
 def test_curves_are_means_over_the_seeds_as_far_as_all_go() -> None:
     def epochs(*losses: float) -> list[EpochView]:
-        return [EpochView.model_construct(train_loss=loss + 1, valid_loss=loss) for loss in losses]
+        return [EpochView.model_construct(train_loss=loss + 1, valid_loss=loss, ar=loss) for loss in losses]
 
     curve = mean_curve("fd", [epochs(math.log(10), math.log(4), 0.0), epochs(math.log(20), math.log(6))])
     assert curve.valid == pytest.approx((15, 5))
     assert curve.train == pytest.approx((15 * math.e, 5 * math.e))
+    assert curve.activation == pytest.approx(((math.log(10) + math.log(20)) / 2, math.log(24) / 2))
 
 
 def test_curves_are_shown_to_their_last_epoch() -> None:
-    curve = Curve("fd", train=tuple(np.arange(25.0) + 200), valid=tuple(np.arange(25.0) + 100))
+    curve = Curve(
+        "fd",
+        train=tuple(np.arange(25.0) + 200),
+        valid=tuple(np.arange(25.0) + 100),
+        activation=(0.5,) * 24 + (0.25,),
+    )
     written = table_markdown(reproduction("ablation", "tiny", (), curves=(curve,)))
     assert "| 25 |" in written
     assert "224.0/124.0 |" in written
+    assert "hidden activation after" not in written
+    written = table_markdown(reproduction("activations", "tiny", (), curves=(curve,)))
+    assert "| 0.5000 | 0.2500 |" in written
 
 
 # Going on.
@@ -316,6 +363,8 @@ def test_a_finished_sweep_is_not_trained_again() -> None:
         ("budget", {"trials": 2}, False),
         ("sampler", {"seed": 1}, False),
         ("corpus", {"name": "sotu"}, False),
+        ("resources", {"cpus": 2}, True),
+        ("resources", {"gpus": 1}, False),
     ],
 )
 def test_a_sweep_is_found_again_if_its_trials_would_be_the_same(field: str, value: Any, same: bool) -> None:
@@ -340,6 +389,8 @@ def test_what_differs_from_the_paper_is_named_and_then_nothing_is_comparable() -
     table = TABLES["seeds"]
     assert differing(table, paper, ptb) == differing(table, by_path, ptb) == ()
     assert differing(table, shorter, ptb) == ("training",)
+    pruned = spec_of("seeds", "paper", pruner={"name": "successive_halving"}, budget={"trials": 3})
+    assert differing(table, pruned, ptb) == ("pruner", "number of draws")
     assert differing(table, paper, text("a")) == differing(table, cut, ptb) == ("corpus",)
     for differs in ((), ("training", "corpus")):
         result = reproduction("seeds", "paper", (), differs=differs)
@@ -380,9 +431,10 @@ def test_an_interrupted_reproduction_goes_on_with_its_sweep(tmp_path: Path) -> N
 def test_what_was_measured_is_not_measured_again_but_for_another_sweep(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     Notebook(path, "s1").add(Measured(3, 1, 0, 4.0, 4.1))
-    assert Notebook(path, "s1").has(3, 1, 0)
-    assert not Notebook(path, "s1").has(3, 2, 0)
-    assert not Notebook(path, "s2").has(3, 1, 0)
+    assert Notebook(path, "s1").has(3, 1, 0, 0)
+    assert not Notebook(path, "s1").has(3, 2, 0, 0)
+    assert not Notebook(path, "s1").has(3, 1, 0, 1)
+    assert not Notebook(path, "s2").has(3, 1, 0, 0)
 
 
 def test_fine_tuning_twice_starts_from_the_first_and_is_done_once(tmp_path: Path) -> None:
@@ -430,14 +482,21 @@ def test_a_sweep_that_goes_on_says_what_it_does_not_take_up() -> None:
     assert kept_as_it_began(began, began) == []
 
 
-def test_the_hidden_activation_does_not_depend_on_the_window() -> None:
-    config = AWDLSTMConfig(embedding_size=7, hidden_size=5, layers=2)
-    model = AWDLSTM(config, 11, torch.Generator().manual_seed(1))
-    ids = np.arange(50, dtype=np.int32) % 11
-    whole = mean_square_output(model, ids, window=50)
-    raw = model(torch.from_numpy(ids.astype(np.int64)).unsqueeze(1), model.zero_state(1), None).raw_TBH
-    assert whole == pytest.approx(raw.square().mean().item(), rel=1e-6)
-    assert mean_square_output(model, ids, window=7) == pytest.approx(whole, rel=1e-5)
+def test_a_sweep_whose_text_has_moved_does_not_go_on_to_fail(tmp_path: Path) -> None:
+    body = {**build_spec(TABLES["seeds"], "tiny", {"path": str(tmp_path / "text")}, 1), "labels": {"x": "y"}}
+    (tmp_path / "text").mkdir()
+    for split in SPLITS:
+        (tmp_path / "text" / f"{split}.txt").write_text("a b c d " * 2000)
+    with (
+        played_service(tmp_path) as http,
+        FraternalClient(str(http.base_url)) as client,
+        Signals() as signals,
+    ):
+        client.create(body)
+        (tmp_path / "text").rename(tmp_path / "moved")
+        moved = {**body, "corpus": {**body["corpus"], "path": str(tmp_path / "moved")}}
+        with pytest.raises(CommandFailed, match=f"corpus at {tmp_path / 'text'}, .* put it back"):
+            _train(client, moved, TABLES["seeds"], signals, Console(quiet=True))
 
 
 # End to end.

@@ -18,6 +18,9 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 
 Values = Mapping[str, Any]
 
+MASK_SAMPLES = 5
+"""How often MC-eval is repeated, with other masks each time."""
+
 CHANGES: dict[Scale, dict[str, Any]] = {
     "tiny": {
         "corpus": {**PRESETS["quickstart"]["corpus"], "test_tokens": 10_000},
@@ -93,7 +96,7 @@ class Table:
     """Fields of the sweep at a smaller scale, where the paper's own or the scale's make no sense."""
     curves: bool = False
     activation: bool = False
-    """Whether the mean hidden activation of each best checkpoint is measured."""
+    """Whether the curves are shown with those of the mean hidden activation."""
     remarks: tuple[str, ...] = ()
 
 
@@ -109,7 +112,8 @@ def build_spec(
     }
     spec = merged({**merged(base, CHANGES[scale]), **of_table}, dict(table.smaller.get(scale, {})))
     if corpus is not None:
-        spec["corpus"] = corpus
+        limits = {key: value for key, value in CHANGES[scale].get("corpus", {}).items() if key != "name"}
+        spec["corpus"] = {**limits, **corpus}
     spec["budget"] = {"trials": (seeds or table.draws[scale]) * len(spec["arms"])}
     return deepcopy(spec)  # whoever changes it must not change the preset
 
@@ -137,12 +141,17 @@ _ONE_RUN: Mapping[Scale, int] = {"tiny": 3, "small": 3, "paper": 1}
 _MANY_ARMS: Mapping[Scale, int] = {"tiny": 2, "small": 3, "paper": 1}
 _CITED = "The paper's table also cites models of other papers; these two rows are its own runs."
 _NO_NUMBERS = "The paper shows curves and prints no number."
+_FINETUNING = (
+    "Fine-tuning is the released AWD-LSTM code's, as the paper says (§5.4): averaging, AR and TAR (α = 2, "
+    "β = 1), and no fraternal dropout, whatever the model was trained with. Below the paper's scale it ends "
+    "with its epochs: to converge, by the non-monotone rule with n = 5, takes seven at least."
+)
 
 _ALL = (
     Table(
         name="ptb",
         title="Word-level Penn Treebank",
-        where="Table PTB24M",
+        where="Table 1 (PTB24M)",
         compares="Fraternal Dropout with the AWD-LSTM baseline, each after one fine-tuning",
         preset="awd-lstm-ptb",
         arms=_PTB_ARMS,
@@ -151,12 +160,12 @@ _ALL = (
             Row("AWD-LSTM 3-layer (baseline)", "awd-lstm", 1, valid=Score(60.0), test=Score(57.3)),
             Row("Fraternal dropout + AWD-LSTM", "fraternal", 1, valid=Score(58.9), test=Score(56.8)),
         ),
-        remarks=(_CITED,),
+        remarks=(_CITED, _FINETUNING),
     ),
     Table(
         name="wt2",
         title="Word-level WikiText-2",
-        where="Table WT234Mfnt",
+        where="Table 2 (WT234Mfnt)",
         compares="Fraternal Dropout with the AWD-LSTM baseline, each after one fine-tuning",
         preset="awd-lstm-wt2",
         arms=_WT2_ARMS,
@@ -165,12 +174,12 @@ _ALL = (
             Row("AWD-LSTM 3-layer (baseline)", "awd-lstm", 1, valid=Score(68.6), test=Score(65.8)),
             Row("Fraternal dropout + AWD-LSTM", "fraternal", 1, valid=Score(66.8), test=Score(64.1)),
         ),
-        remarks=(_CITED,),
+        remarks=(_CITED, _FINETUNING),
     ),
     Table(
         name="seeds",
         title="The baseline under several seeds",
-        where="§4.1, after Table PTB24M",
+        where="§4.1, after Table 1 (PTB24M)",
         compares="the AWD-LSTM baseline with itself under other seeds, without fine-tuning",
         preset="awd-lstm-ptb",
         arms={"awd-lstm": {}},
@@ -183,12 +192,14 @@ _ALL = (
                 test=Score(58.32, 0.14, best=58.05),
             ),
         ),
-        remarks=("The paper does not say what its ± is; ours is a 95 % confidence interval of the mean.",),
+        remarks=(
+            "The paper calls its ± a confidence interval and does not say of which level; ours is of 95 %.",
+        ),
     ),
     Table(
         name="fd-vs-eld",
         title="Fraternal dropout and expectation linear dropout",
-        where="Table FDvsELDresults",
+        where="Table 7 (FDvsELDresults)",
         compares="two regularizers over the same random draws of the other hyperparameters",
         preset="paper-search",
         arms=PRESETS["paper-search"]["arms"],
@@ -211,7 +222,7 @@ _ALL = (
     Table(
         name="ablation",
         title="Ablation: methods on a single-layer LSTM",
-        where="Figure fig_pi_model",
+        where="Figure 1 (fig_pi_model)",
         compares="learning curves of the baseline, Π-model, ELD, ELDM and FD",
         preset="ablation-ptb",
         arms=PRESETS["ablation-ptb"]["arms"],
@@ -227,9 +238,21 @@ _ALL = (
         remarks=(_NO_NUMBERS,),
     ),
     Table(
+        name="convergence",
+        title="Ablation: Π-model on the three-layer model",
+        where="Figure 2 (FDconvergence)",
+        compares="validation curves of the Π-model and FD",
+        preset="fraternal-ptb",
+        arms={"pi": {"regularizer": "pi_model", "kappa": 0.15}, "fd": {}},
+        draws=_ONE_RUN,
+        rows=(Row("Π-model", "pi"), Row("FD", "fd")),
+        curves=True,
+        remarks=(_NO_NUMBERS, "The Π-model's κ is the released ablation's; the paper does not say."),
+    ),
+    Table(
         name="activations",
         title="Ablation: activity regularization",
-        where="Figures fig_ar_tar and ARactivation",
+        where="Figures 3 (ARactivation) and 4 (fig_ar_tar)",
         compares="learning curves and hidden activation of the baseline, TAR, PR, AR and FD",
         preset="ablation-ptb",
         arms={
@@ -259,14 +282,14 @@ _ALL = (
             "At the paper's scale α, β and κ are drawn from the paper's grids; the best trial of a row is "
             "the paper's choice. PR, whose grid it does not give, shares FD's. At smaller scales α = 2 and "
             "β = 1 (Merity et al. 2017), κ = 0.15 for FD (released code) and 0.1 for PR (ours) are fixed.",
-            "Hidden activation: the mean of h² over units and the tokens of the validation split, at each "
-            "trial's best epoch and without dropout.",
+            "Hidden activation: |m·h|²/d, d the units and m the output dropout's mask, as the mean over each "
+            "epoch's tokens in training.",
         ),
     ),
     Table(
         name="finetune",
         title="Importance of fine-tuning, Penn Treebank",
-        where="Table finetuning, left half",
+        where="Table 5 (finetuning), left half",
         compares="traditional and fraternal dropout after none, one and two fine-tunings",
         preset="awd-lstm-ptb",
         arms=_PTB_ARMS,
@@ -278,11 +301,12 @@ _ALL = (
             Row("Fraternal, one", "fraternal", 1, valid=Score(58.9), test=Score(56.8)),
             Row("Fraternal, two", "fraternal", 2, valid=Score(58.5), test=Score(56.2)),
         ),
+        remarks=(_FINETUNING,),
     ),
     Table(
         name="finetune-wt2",
         title="Importance of fine-tuning, WikiText-2",
-        where="Table finetuning, right half",
+        where="Table 5 (finetuning), right half",
         compares="traditional and fraternal dropout after none and one fine-tuning",
         preset="awd-lstm-wt2",
         arms=_WT2_ARMS,
@@ -293,12 +317,12 @@ _ALL = (
             Row("Fraternal, none", "fraternal", 0, valid=Score(68.3), test=Score(65.3)),
             Row("Fraternal, one", "fraternal", 1, valid=Score(66.8), test=Score(64.1)),
         ),
-        remarks=("The paper leaves two fine-tunings on WikiText-2 blank; so does this table.",),
+        remarks=("The paper leaves two fine-tunings on WikiText-2 blank; so does this table.", _FINETUNING),
     ),
     Table(
         name="mc-eval",
         title="Monte Carlo evaluation",
-        where="Appendix, Table MC-eval",
+        where="Appendix, Table 8 (MC-eval)",
         compares="sampled masks, whose predictions are averaged, with the mean mask and with FD",
         preset="awd-lstm-ptb",
         arms=_PTB_ARMS,
@@ -309,6 +333,10 @@ _ALL = (
             Row("MC50", "awd-lstm", masks=50, valid=Score(64.4, 0.1), test=Score(62.1, 0.1)),
             Row("Baseline (average mask)", "awd-lstm", valid=Score(60.7), test=Score(58.8)),
             Row("Fraternal dropout", "fraternal", valid=Score(59.8), test=Score(58.0)),
+        ),
+        remarks=(
+            "The paper does not say what its ± is. Ours is the 95 % interval over trainings, of which one "
+            "has none; beside it is the standard deviation over samples of the masks for one model.",
         ),
     ),
 )
