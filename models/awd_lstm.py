@@ -6,13 +6,13 @@ between layers.
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from models.config import AWDLSTMConfig
 
@@ -112,11 +112,10 @@ class AWDLSTM(nn.Module):
             hidden = hidden * masks.embed_V[tokens_TB].unsqueeze(-1)
         hidden = _masked(hidden, masks.input_TBE)
         final = []
-        layers = zip(self.lstms, state, masks.weights_4HH, (*masks.hidden_1BH, masks.output_TBH), strict=True)
+        lstms = cast("Iterable[nn.LSTM]", self.lstms)
+        layers = zip(lstms, state, masks.weights_4HH, (*masks.hidden_1BH, masks.output_TBH), strict=True)
         for lstm, (h, c), weight_mask, output_mask in layers:
-            # The masked matrix stands in for this one call: the raw one stays the parameter.
-            weights = {"weight_hh_l0": _masked(lstm.get_parameter("weight_hh_l0"), weight_mask)}
-            raw, (h, c) = functional_call(lstm, weights, (hidden, (h, c)))
+            raw, (h, c) = _lstm(lstm, hidden, (h, c), weight_mask)
             final.append((h.detach(), c.detach()))
             hidden = _masked(raw, output_mask)
         return Pass(raw, hidden, tuple(final))
@@ -133,6 +132,17 @@ class AWDLSTM(nn.Module):
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x * mask
+
+
+def _lstm(
+    layer: nn.LSTM, inputs: Tensor, state: tuple[Tensor, Tensor], weight_mask: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """As layer(inputs, state), where the masked hidden-to-hidden matrix stands in for the raw one."""
+    ((input_to_hidden, hidden_to_hidden, *biases),) = layer.all_weights
+    weights = (input_to_hidden, _masked(hidden_to_hidden, weight_mask), *biases)
+    # Its training form also where no gradient is wanted: cuDNN has no backward for the other one.
+    outputs, h, c = torch.lstm(inputs, state, weights, True, 1, 0.0, True, False, False)
+    return outputs, (h, c)
 
 
 def _nothing_dropped(layers: int) -> Masks:
