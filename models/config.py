@@ -18,7 +18,7 @@ class AWDLSTMConfig:
     """Width of the word embeddings, E."""
     hidden_size: Width = 1150
     """Width of the LSTM layers, H; with tied weights the last one is E wide."""
-    layers: Annotated[int, Field(ge=1)] = 3
+    layers: Annotated[int, Field(ge=1, le=100)] = 3
     """Number of LSTM layers."""
     tied: bool = True
     """Whether the decoder uses the embedding's weights."""
@@ -41,3 +41,10 @@ class AWDLSTMConfig:
         last = self.embedding_size if self.tied else self.hidden_size
         widths = (self.embedding_size, *[self.hidden_size] * (self.layers - 1), last)
         return tuple(pairwise(widths))
+
+    def parameter_count(self, vocabulary_size: int) -> int:
+        """How many numbers a model for so many word types learns."""
+        sizes = self.layer_sizes
+        lstms = sum(4 * outputs * (inputs + outputs + 2) for inputs, outputs in sizes)
+        decoder = 0 if self.tied else sizes[-1][1]
+        return vocabulary_size * (self.embedding_size + decoder + 1) + lstms

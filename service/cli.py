@@ -319,6 +319,9 @@ def train(
     preset: Annotated[
         str | None, typer.Option(help="Start from this preset's values; `fraternal presets` lists them.")
     ] = None,
+    arm: Annotated[
+        str | None, typer.Option(help="Which of the preset's arms; needed where it has several.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the best checkpoint goes.")] = Path(
         "best.tar"
     ),
@@ -354,7 +357,7 @@ def train(
     }
     if corpus is not None:
         given["corpus"] = parse_corpus(corpus)
-    values = with_overrides(_laid_over_preset(preset, given), overrides)
+    values = with_overrides(_laid_over_preset(preset, arm, given), overrides)
     if "corpus" not in values:
         raise typer.BadParameter("give --corpus, or a --preset that has one")
     train_and_save(values, values.pop("corpus"), seed, device, out, data_dir)
@@ -538,13 +541,31 @@ def _preset(name: str) -> "Preset":
     return DECLARED[name]
 
 
-def _laid_over_preset(preset: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """What one training run needs of a preset, under the values that are given."""
-    from trials.spec import merged
+def _laid_over_preset(preset: str | None, arm: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """What one training run needs of a preset and one of its arms, under the values that are given."""
+    from trials.spec import SECTION_OF, merged
 
-    base = _preset(preset).spec if preset is not None else {}
+    if preset is None:
+        if arm is not None:
+            raise typer.BadParameter("--arm names one of a preset's arms: give --preset, too")
+        return given
+    base = _preset(preset).spec
     needed = ("corpus", "model", "training", "regularization")
-    return merged({section: base[section] for section in needed if section in base}, given)
+    values = {section: base[section] for section in needed if section in base}
+    for name, value in _arm_of(preset, base["arms"], arm).items():
+        section = SECTION_OF[name]
+        values[section] = {**values.get(section, {}), name: value}
+    return merged(values, given)
+
+
+def _arm_of(preset: str, arms: dict[str, dict[str, Any]], arm: str | None) -> dict[str, Any]:
+    """What the arm that is asked for fixes, or the only one."""
+    if arm in arms:
+        return arms[arm]
+    if arm is None and len(arms) == 1:
+        return next(iter(arms.values()))
+    what = "has several arms" if arm is None else f"has no arm {arm!r}"
+    raise typer.BadParameter(f"preset {preset} {what}: give --arm {' or '.join(arms)}")
 
 
 def parse_corpus(written: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -157,4 +158,5 @@ def _visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    return present[: len([part for part in visible.split(",") if part.strip()])]
+    listed = [part.strip() for part in visible.split(",")]
+    return present[: len(list(takewhile(lambda part: part not in {"", "-1"}, listed)))]

@@ -20,11 +20,11 @@ from models.config import AWDLSTMConfig
 from service.errors import CommandFailed
 from service.progress import ProgressDisplay, of_training
 from service.texts import load, parse_corpus_spec, parse_strictly
-from trials.attempt import best_checkpoint
+from trials.attempt import best_checkpoint, is_out_of_memory, require_finite
 from trials.checkpoints import BestCheckpoint, read_best, write_best
 from trials.corpora import INT32_MAX, SPLITS, Corpus, CorpusSpec, Split
 from trials.ledger import Task
-from trials.memory import NotEnoughMemory, require_memory
+from trials.memory import require_memory
 from trials.perplexity import perplexity
 from trials.spec import TrialConfig, merged
 from trials.store import CorruptCheckpoint
@@ -140,6 +140,13 @@ def rebuild(checkpoint: BestCheckpoint) -> AWDLSTM:
     """The model that a checkpoint holds. Raises CommandFailed where its parts do not fit together."""
     try:
         config = AWDLSTMConfig(**checkpoint.config["model"])
+        said = config.parameter_count(len(checkpoint.vocabulary))
+        held = sum(tensor.numel() for tensor in checkpoint.tensors.values())
+        if said != held:  # before memory is taken for whatever it says
+            raise CommandFailed(
+                "the checkpoint's weights and its config.json do not fit together: it holds "
+                f"{held:,} numbers for a model of {said:,}"
+            )
         model = AWDLSTM(config, len(checkpoint.vocabulary), torch.Generator())
         model.load_state_dict(checkpoint.tensors)
     except (KeyError, RuntimeError, ValidationError) as error:
@@ -169,7 +176,7 @@ def train_and_save(
     corpus = load(source, data_dir)
     try:
         _train(task, corpus, out)
-    except (Diverged, NotEnoughMemory, ValueError) as error:
+    except (Diverged, MemoryError) as error:
         raise CommandFailed(str(error)) from error
     _print_evaluations(out, data_dir, device)
 
@@ -209,7 +216,7 @@ def finetune_file(
         _train(task, corpus, out, start)
     except Diverged as error:  # that, too, is an end: what is best so far is there
         print(f"fine-tuning diverged: {error}")
-    except (NotEnoughMemory, ValueError) as error:
+    except MemoryError as error:
         raise CommandFailed(str(error)) from error
 
 
@@ -260,15 +267,18 @@ def usable_device(asked: str) -> str:
 def _train(task: Task, corpus: Corpus, out: Path, start: BestCheckpoint | None = None) -> None:
     """Train, from `start` where there is one, and keep in `out` whatever is the best so far.
 
-    Raises Diverged and KeyboardInterrupt, saying what was kept, NotEnoughMemory, and ValueError for too short
-    a text.
+    Whatever is raised while it trains, Diverged, KeyboardInterrupt or MemoryError, what was kept is said.
+    Raises NotEnoughMemory before that, and CommandFailed for too short a text.
     """
     config, sizes = task.config, (len(corpus.vocabulary), corpus.train, corpus.valid)
     weights = start.tensors if start else None
     require_memory(config, len(corpus.vocabulary), task.device)
-    training = Training(
-        config.model, config.training, config.regularization, *sizes, task.seed, task.device, weights
-    )
+    try:
+        training = Training(
+            config.model, config.training, config.regularization, *sizes, task.seed, task.device, weights
+        )
+    except ValueError as error:
+        raise CommandFailed(str(error)) from error
     if start is not None:
         write_best(out, start)
     began, best = time.monotonic(), start.metrics["valid_loss"] if start else math.inf
@@ -280,13 +290,18 @@ def _train(task: Task, corpus: Corpus, out: Path, start: BestCheckpoint | None =
                 interrupts.check()
                 if result is None:
                     continue
+                require_finite(result)
                 if result.valid_loss < best:
                     with interrupts.held():  # what is said to be kept is what is there
                         write_best(out, _of_finetuning(best_checkpoint(training, task, corpus), start))
                         best, kept = result.valid_loss, f"the weights of epoch {result.epoch}"
                 display.show(of_training(training.history, config.training.epochs, time.monotonic() - began))
-    except (KeyboardInterrupt, Diverged):
+    except BaseException as error:
         print(f"{out} keeps {kept}" if kept else "no epoch ended: nothing was saved")
+        if isinstance(error, Exception) and is_out_of_memory(error):
+            raise MemoryError(
+                f"out of memory: lower batch_size, bptt or the sizes of the model ({error})"
+            ) from error
         raise
 
 

@@ -331,6 +331,13 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         (RuntimeError("a bug in a kernel"), "user_error"),
         (MemoryError(), "out_of_memory"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory"),
+        (torch.AcceleratorError("CUDA error: out of memory"), "out_of_memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "out_of_memory"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out_of_memory"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
+            "out_of_memory",
+        ),
         (OSError(28, "No space left on device"), "infrastructure"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
@@ -351,6 +358,25 @@ def test_failure_is_the_last_report_and_is_classed(
     if failure_class == "user_error":
         assert "Traceback" in only.failure.message
         assert str(error) in only.failure.message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+        RuntimeError("No CUDA GPUs are available"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    ],
+    ids=str,
+)
+def test_what_breaks_the_gpu_for_this_process_is_left_to_another_process(
+    task: Task, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """As a report it would end the trial for good, and every later one of the process after it."""
+    failing(monkeypatch, error)
+    with pytest.raises(type(error), match=str(error)):
+        list(run_attempt(task, store, tmp_path))
 
 
 def test_model_too_large_for_the_machine_is_out_of_memory(

@@ -77,7 +77,9 @@ def test_the_last_layer_is_as_wide_as_an_embedding_exactly_if_the_two_are_tied(
     assert [state[0].shape for state in model.zero_state(B)] == [(1, B, width) for width in widths]
     lstms = sum(4 * width * (inputs + width + 2) for inputs, width in zip((7, *widths), widths, strict=False))
     decoder = V if tied else V + V * widths[-1]
-    assert sum(parameter.numel() for parameter in model.parameters()) == V * 7 + lstms + decoder
+    count = V * 7 + lstms + decoder
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert model.config.parameter_count(V) == count
 
 
 SHAPES = [

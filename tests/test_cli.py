@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ from service.progress import ProgressDisplay, Snapshot, duration, follow, of_swe
 from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
 from tests.service_process import write_corpus
 from trials.attempt import run_attempt
-from trials.checkpoints import read_best
+from trials.checkpoints import read_best, write_best
 from trials.corpora import PathCorpus
 from trials.ledger import Task
 from trials.presets import PRESETS
 from trials.spec import TrialConfig
 from trials.store import CheckpointStore
+from trials.training import EpochResult, Training
 
 FRATERNAL = [sys.executable, "-m", "service.cli"]
 
@@ -559,13 +561,53 @@ def test_equal_configurations_train_to_equal_files(trained: Path, text: Path) ->
 
 def test_training_from_a_preset_says_every_value_and_what_is_given_wins(text: Path) -> None:
     result = run(
-        *["train", "--preset", "quickstart", "--corpus", str(text), "--epochs", "1", "--batch-size", "4"],
-        *["--set", "model.embed_p=0.25", "--out", "preset.tar"],
+        *["train", "--preset", "quickstart", "--arm", "eld", "--corpus", str(text), "--epochs", "1"],
+        *["--batch-size", "4", "--set", "model.embed_p=0.25", "--out", "preset.tar"],
     )
     assert result.exit_code == 0, result.stderr
     said = result.stdout
-    for value in ("embedding_size=64", "bptt=35", "epochs=1,", "embed_p=0.25", "clip=0.25", str(text)):
+    for value in (
+        'regularizer="expectation_linear"',
+        "embedding_size=64",
+        "bptt=35",
+        "epochs=1,",
+        "embed_p=0.25",
+        "clip=0.25",
+        str(text),
+    ):
         assert value in said
+
+
+@pytest.mark.parametrize(
+    ("preset", "given", "expected"),
+    [
+        ("ablation-ptb", ["--arm", "fd"], ("fraternal", 0.15, 0.0)),
+        ("ablation-ptb", ["--arm", "fd", "--kappa", "0.3"], ("fraternal", 0.3, 0.0)),
+        ("fraternal-ptb", [], ("fraternal", 0.1, 0.0)),
+        ("awd-lstm-ptb", [], ("none", 0.0, 2.0)),
+    ],
+)
+def test_one_arm_of_a_preset_is_trained(
+    text: Path, preset: str, given: list[str], expected: tuple[str, float, float]
+) -> None:
+    small = ["--embedding-size", "8", "--hidden-size", "8", "--epochs", "1", "--batch-size", "2"]
+    result = run("train", "--preset", preset, *given, "--corpus", str(text), *small)
+    assert result.exit_code == 0, result.stderr
+    regularization = read("best.tar", "config.json")["regularization"]
+    assert tuple(regularization[name] for name in ("regularizer", "kappa", "alpha")) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--preset", "ablation-ptb"], "has several arms: give --arm baseline or pi or"),
+        (["--preset", "ablation-ptb", "--arm", "fdd"], "has no arm 'fdd': give --arm baseline or"),
+        (["--corpus", "sotu", "--arm", "fd"], "give --preset"),
+    ],
+)
+def test_an_arm_that_is_not_clear_is_asked_for(given: list[str], words: str) -> None:
+    result = run("train", *given)
+    assert (result.exit_code, words in " ".join(result.stderr.replace("│", " ").split())) == (2, True)
 
 
 def test_training_needs_a_text_from_somewhere() -> None:
@@ -598,6 +640,40 @@ def test_a_kappa_of_zero_is_zero(text: Path) -> None:
         config = archive.extractfile("config.json")
         assert config is not None
         assert json.load(config)["regularization"]["kappa"] == 0
+
+
+def test_a_checkpoint_that_says_it_is_huge_is_refused_before_it_takes_memory(trained: Path) -> None:
+    checkpoint = read_best(trained)
+    for change in ({"layers": 100}, {"hidden_size": 10**9, "embedding_size": 10**9}, {"tied": False}):
+        config = {**checkpoint.config, "model": {**checkpoint.config["model"], **change}}
+        write_best(Path("huge.tar"), replace(checkpoint, config=config))
+        result = run("evaluate", "huge.tar")
+        assert (result.exit_code, "do not fit together" in result.stderr) == (1, True)
+
+
+def test_running_out_of_memory_says_what_is_kept_and_what_to_lower(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_epoch = Training._end_epoch
+
+    def out_of_memory_later(self: Training, *args: Any) -> EpochResult:
+        if len(self.history) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return end_epoch(self, *args)
+
+    monkeypatch.setattr(Training, "_end_epoch", out_of_memory_later)
+    result = run("train", "--corpus", str(text), *SMALL, "--epochs", "3")
+    assert (result.exit_code, "lower batch_size, bptt" in result.stderr) == (1, True)
+    assert "best.tar keeps the weights of epoch" in result.stdout
+
+
+def test_a_bug_is_not_mistaken_for_bad_input(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Training, *args: Any) -> EpochResult:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Training, "_end_epoch", broken)
+    result = run("train", "--corpus", str(text), *SMALL, "--epochs", "1")
+    assert isinstance(result.exception, ValueError)
 
 
 def test_what_is_kept_are_the_weights_of_the_best_epoch(text: Path) -> None:

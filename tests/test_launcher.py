@@ -245,6 +245,6 @@ def test_capacity_is_what_this_process_may_use(
     monkeypatch.setattr(os, "listdir", lambda path: ["0000:01:00.0", "0000:02:00.0"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert (launcher.capacity().cpus, launcher.capacity().gpus) == (2, 2)
-    for visible, gpus in (("", 0), ("1", 1), ("0,1", 2)):
+    for visible, gpus in (("", 0), ("1", 1), ("0,1", 2), ("-1", 0), ("1,-1,0", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert launcher.capacity().gpus == gpus

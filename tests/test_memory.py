@@ -155,6 +155,14 @@ def test_what_is_free_at_the_moment_refuses_no_trial(monkeypatch: pytest.MonkeyP
     require_memory(trial({}, {}, "fraternal"), 10_000, "cpu")
 
 
+def test_trials_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = trial({}, {}, "fraternal")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2 * peak_bytes(config, 10_000)))
+    require_memory(config, 10_000, "cuda", gpu_share=0.5)
+    with pytest.raises(NotEnoughMemory, match=r"for a share of 0\.25: .*raise resources\.gpus"):
+        require_memory(config, 10_000, "cuda", gpu_share=0.25)
+
+
 @pytest.mark.gpu
 def test_a_gpus_memory_is_its_own() -> None:
     assert total_bytes("cuda") == torch.cuda.mem_get_info()[1]

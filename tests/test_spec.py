@@ -182,6 +182,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field of a section": ({"model": {"lstms": 2}}, "/model/lstms"),
     "unknown preset": ({"preset": "paper"}, "/preset"),
     "preset that is no name": ({"preset": ["quickstart"]}, "/preset"),
+    "more than one GPU": ({"resources": {"gpus": 2}}, "/resources/gpus"),
     "unknown baseline": ({"baseline": "plain"}, "/baseline"),
     "baseline that no perplexity goes below": ({"baseline": 1}, "/baseline/constrained-float"),
     "no arms": ({"arms": {}}, "/arms"),

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -21,8 +21,11 @@ from trials.training import Diverged, EpochResult, Training
 METRICS = ("epoch", "train_loss", "valid_loss", "raw_valid_loss", "averaged")
 """What is kept of an epoch beside its weights; no timings, so that equal runs make equal files."""
 
-CPU_OUT_OF_MEMORY = "can't allocate memory"
-"""What torch says; it has an exception for a GPU's memory only."""
+OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+"""What torch says where it does not raise OutOfMemoryError: of the CPU, the CUDA driver, cuBLAS and cuDNN."""
+
+BROKEN_GPU = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "cuDNN error", "No CUDA GPUs are available")
+"""What torch says of a GPU that this process can use no more."""
 
 
 def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Generator[Report]:
@@ -30,21 +33,35 @@ def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Generator
 
     In the middle of an epoch, too, `last` is saved now and then.
     The latest recorded epoch is reported again, and so is what was trained but never recorded.
-    Whatever goes wrong inside the trial is the last report; nothing is raised.
+    Whatever goes wrong inside the trial is the last report; what breaks the GPU for this process is raised,
+    so that another process takes over.
     """
     try:
         yield from _train(task, store, data_dir)
     except Diverged as error:
         yield _failed("diverged", str(error))
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        yield _failed("out_of_memory", str(error) or "the process could not allocate any more memory")
     except CorpusError as error:
         yield _failed("user_error", str(error))
     except OSError:  # the store's disk is full, or its network is down
         yield _failed("infrastructure", traceback.format_exc())
     except Exception as error:  # a trial's own failure ends that trial and no other
-        out_of_memory = isinstance(error, RuntimeError) and CPU_OUT_OF_MEMORY in str(error)
-        yield _failed("out_of_memory" if out_of_memory else "user_error", traceback.format_exc())
+        if is_out_of_memory(error):
+            yield _failed("out_of_memory", str(error) or "the process could not allocate any more memory")
+        elif isinstance(error, RuntimeError) and _says(error, BROKEN_GPU):
+            raise
+        else:
+            yield _failed("user_error", traceback.format_exc())
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of the machine or of a GPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _says(error, OUT_OF_MEMORY)
+    )
+
+
+def _says(error: Exception, phrases: Iterable[str]) -> bool:
+    return any(phrase in str(error) for phrase in phrases)
 
 
 def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Report]:
@@ -54,7 +71,7 @@ def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Repor
             "the text has changed since this sweep began, and its trials would not compare: "
             "restore it, or submit a new sweep"
         )
-    require_memory(task.config, len(corpus.vocabulary), task.device)
+    require_memory(task.config, len(corpus.vocabulary), task.device, task.gpu_share)
     training = Training(
         task.config.model,
         task.config.training,
@@ -70,7 +87,7 @@ def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Repor
         yield _report(task, store, training, corpus, earlier)
     for result in training.run(task.checkpoint_every_s):
         if result is not None:
-            _require_finite(result)
+            require_finite(result)
             # Before `last`: what `last` has seen, `best` never falls behind. Nor does it fall behind the
             # record, where no `last` could be read and epochs are trained again.
             if result.is_best and result.epoch >= task.best_epoch:
@@ -80,7 +97,7 @@ def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Repor
             yield _report(task, store, training, corpus, result)
 
 
-def _require_finite(result: EpochResult) -> None:
+def require_finite(result: EpochResult) -> None:
     """A gradient or a penalty may overflow where the loss does not. Raises Diverged."""
     for name, value in asdict(result).items():
         if not math.isfinite(value):

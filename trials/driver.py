@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import ray
+import torch
 from ray import tune
 from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tuner
 
@@ -38,6 +39,11 @@ def drive(
     """Run every task of the ledger; returns when no trial is open. `scratch` may be deleted afterwards."""
     if ledger.exhausted:
         return
+    if resources.gpus and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"resources.gpus is {resources.gpus:g}, but torch {torch.__version__} finds no CUDA device: "
+            "install its CUDA build and NVIDIA's driver, or submit with resources.gpus 0"
+        )
     ray_is_up, done = threading.Event(), threading.Event()
     threading.Thread(target=_keep_watch, args=(journal, ray_is_up, done), daemon=True).start()
     start_ray(scratch)
@@ -84,7 +90,8 @@ def room_for(resources: Resources) -> int:
     """How many trials the cluster has room for; at least one, so that a cluster that grows later is used."""
     cluster: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     by_cpu = cluster.get("CPU", 0) / resources.cpus
-    by_gpu = cluster.get("GPU", 0) / resources.gpus if resources.gpus else by_cpu
+    # A trial's share is of one GPU: what is left of several makes up no other.
+    by_gpu = int(cluster.get("GPU", 0)) * int(1 / resources.gpus) if resources.gpus else by_cpu
     return max(1, int(min(by_cpu, by_gpu)))
 
 

@@ -62,6 +62,8 @@ class Task:
     checkpoint_every_s: float = 60.0
     corpus_sha256: dict[str, str] | None = None
     """Digests of the text that the sweep began with; None before its first epoch."""
+    gpu_share: float = 1.0
+    """How much of a GPU's memory this trial may take, where it runs on one."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class StudyLedger:
             best_epoch=trial.user_attrs.get("best_epoch", 0),
             checkpoint_every_s=self._spec.retry.checkpoint_every_s,
             corpus_sha256=self._study.user_attrs.get("corpus_sha256"),
+            gpu_share=self._spec.resources.gpus or 1.0,
         )
 
     def record(self, task: Task, report: Report) -> bool:

@@ -37,15 +37,9 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
     """What a process takes at most beyond having torch loaded, of the device's memory or the machine's."""
     model, training = config.model, config.training
     sizes = model.layer_sizes
-    embedding, last, units = (
-        vocabulary_size * model.embedding_size,
-        sizes[-1][1],
-        sum(out for _, out in sizes),
-    )
+    last, units = sizes[-1][1], sum(out for _, out in sizes)
     recurrent = sum(4 * out * out for _, out in sizes)
-    lstms = recurrent + sum(4 * out * (inputs + 2) for inputs, out in sizes)
-    decoder = 0 if model.tied else vocabulary_size * last
-    parameters = embedding + lstms + decoder + vocabulary_size
+    parameters = model.parameter_count(vocabulary_size)
     averages = 0 if training.averaging == "none" else parameters
     passes = 1 if config.regularization.declaration.second_pass == "none" else 2
     longest = training.bptt + (10 if training.windows == "random" else 0)
@@ -53,20 +47,25 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
     activations = tokens * (PER_UNIT * units + 4 * model.embedding_size)
     masked_weights = 2 * recurrent
     rows = min(tokens, max(FEWEST_ROWS, last))
-    head = (passes + 1) * rows * vocabulary_size + 2 * vocabulary_size * last + passes * embedding
+    embedding = passes * model.embedding_size
+    head = vocabulary_size * ((passes + 1) * rows + 2 * last + embedding)
     step = passes * (activations + masked_weights) + head
     save = COPIES_TO_SAVE * (parameters + averages)
     floats = 2 * parameters + averages + max(step, save)
     return int(HEADROOM * (LIBRARIES + FLOAT * floats))
 
 
-def require_memory(config: TrialConfig, vocabulary_size: int, device: str) -> None:
-    """Raises NotEnoughMemory where the trial would not fit even if it were alone."""
-    needed, total = peak_bytes(config, vocabulary_size), total_bytes(device)
+def require_memory(config: TrialConfig, vocabulary_size: int, device: str, gpu_share: float = 1.0) -> None:
+    """Raises NotEnoughMemory where the trial would not fit even if it were alone, or alone in its share."""
+    share = gpu_share if device.startswith("cuda") else 1.0
+    needed, total = peak_bytes(config, vocabulary_size), share * total_bytes(device)
     if needed > total:
+        part, more = "in all", ""
+        if share < 1:
+            part, more = f"for a share of {share:g}", ", or raise resources.gpus"
         raise NotEnoughMemory(
             f"this configuration takes up to {_gib(needed)} of memory, and {device} has {_gib(total)} "
-            "in all: lower batch_size, bptt or the sizes of the model"
+            f"{part}: lower batch_size, bptt or the sizes of the model{more}"
         )
 
 

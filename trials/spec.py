@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -174,18 +173,12 @@ class Budget(Wire):
     """Trials over all arms; as many rows end in a terminal state, whatever dies."""
 
 
-def _whole_above_one(gpus: float) -> float:
-    if gpus > 1 and gpus != int(gpus):
-        raise _problem("gpu_fraction", "a trial takes a part of one GPU or whole ones: at most 1, or 2, 3, …")
-    return gpus
-
-
 class Resources(Wire):
     """What one trial takes."""
 
     cpus: Annotated[FiniteFloat, Field(ge=0.1)] = 1
-    gpus: Annotated[FiniteFloat, Field(ge=0), AfterValidator(_whole_above_one)] = 0
-    """A fraction below 1 lets trials share a GPU."""
+    gpus: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0
+    """A trial runs on one GPU at most; a fraction below 1 lets trials share one."""
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     """Trials at once; by default as many as the machine has room for."""
 

@@ -21,6 +21,7 @@ class LanguageModelTrial(tune.Trainable):
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self._reports.close()  # the earlier attempt may have been pruned in the middle
+        torch.cuda.empty_cache()  # what it held of a GPU is for the trials beside this one, too
         self._begin(new_config)
         return True
 
