@@ -34,7 +34,7 @@ $(VENV)/bin/python:
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# torch first and exact: pip resolves it to the build that the machine has.
+# torch first and exact: which build that is, for CPUs only or for CUDA, too, the index decides that pip asks.
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "installing (about two minutes the first time)"
 	@$(PIP) torch==2.13.0

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from models.config import AWDLSTMConfig
 
-# What cuDNN would do otherwise: compute a float32 LSTM in TF32, differ in the last bits from run to run, and
-# say at the first step that the weights are copied at every call, as masked weights must be.
-torch.backends.cudnn.allow_tf32 = False
+# What a GPU would do otherwise: compute in TF32 for float32, differ in the last bits from run to run, and say
+# at the first step that the weights are copied at every call, as masked weights must be.
+torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")  # read when CUDA is first used
 warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from operator import attrgetter
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -69,7 +70,7 @@ def _draw(axes: Axes, panel: Panel, trials: Sequence[TrialDetail], colours: Mapp
     axes.set_xlabel("epoch")
     if panel.logarithmic:
         axes.set_yscale("log")
-    best = {trial.arm: trial.number for trial in sorted(trials, key=_loss, reverse=True)}
+    best = {trial.arm: trial.number for trial in sorted(trials, key=attrgetter("rank"), reverse=True)}
     for trial in trials:
         points = [(epoch.epoch, panel.value(epoch)) for epoch in trial.curve]
         shown = [(epoch, value) for epoch, value in points if value is not None and math.isfinite(value)]
@@ -85,10 +86,6 @@ def _draw(axes: Axes, panel: Panel, trials: Sequence[TrialDetail], colours: Mapp
             marker="o" if len(shown) == 1 else None,
             markersize=3,
         )
-
-
-def _loss(trial: TrialDetail) -> float:
-    return math.inf if trial.best_valid_loss is None else trial.best_valid_loss
 
 
 def _remark_1(epoch: EpochView) -> float | None:

@@ -6,7 +6,6 @@ is measured afterwards because it is written down one by one.
 
 import hashlib
 import json
-import math
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -177,14 +177,12 @@ def _curves(client: FraternalClient, sweep: SweepDetail, trials: Sequence[TrialV
     """The mean over each arm's seeds; where factors are searched, the curve of its best trial."""
     curves = []
     for arm in sweep.spec.arms:
-        complete = sorted((one for one in trials if one.arm == arm and _complete(one)), key=_best_loss)
+        complete = sorted(
+            (one for one in trials if one.arm == arm and _complete(one)), key=attrgetter("rank")
+        )
         shown = complete[:1] if sweep.spec.space else complete
         curves.append(mean_curve(arm, [client.trial(sweep.id, one.number).curve for one in shown]))
     return tuple(curves)
-
-
-def _best_loss(trial: TrialView) -> float:
-    return math.inf if trial.best_valid_loss is None else trial.best_valid_loss
 
 
 def _complete(trial: TrialView) -> bool:

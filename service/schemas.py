@@ -1,5 +1,6 @@
 """What the API answers. The request shape is `trials.spec.SweepSpec`, not repeated here."""
 
+import math
 from datetime import datetime
 from typing import Any, Literal
 
@@ -83,6 +84,11 @@ class TrialView(View):
     device: str | None
     started_at: datetime | None
     finished_at: datetime | None
+
+    @property
+    def rank(self) -> float:
+        """Its best validation loss; infinite where it has none."""
+        return math.inf if self.best_valid_loss is None else self.best_valid_loss
 
 
 class TrialDetail(TrialView):

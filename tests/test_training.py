@@ -272,6 +272,14 @@ def test_windows_follow_the_trials_own_seed_and_nothing_else() -> None:
     assert lengths_of(1, "fraternal")[::2] == lengths_of(1, "fraternal")[1::2] == before
 
 
+def test_a_kappa_that_nobody_gave_is_that_for_so_many_layers() -> None:
+    one = replace(MODEL, layers=1)
+    given, taken = (
+        build(replace(CONFIG, epochs=1), Regularization("fraternal", kappa), one) for kappa in (0.15, None)
+    )
+    assert untimed(tuple(given.epochs())) == untimed(tuple(taken.epochs()))
+
+
 def test_every_epoch_starts_from_a_zero_state() -> None:
     """Where nothing is learned, a second epoch over the same windows repeats the first bit for bit."""
     config = replace(CONFIG, epochs=2, lr=1e-30, weight_decay=0, windows="fixed")

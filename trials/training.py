@@ -214,7 +214,7 @@ class Training:
         """Starts from `weights`, a state dict of the model, where they are given: fine-tuning does."""
         _require_two_tokens("the validation split", valid_ids)
         self._config = training_config
-        self._regularization = regularization
+        self._regularization = regularization.completed(model_config.layers)
         self._seed = seed
         self._device = torch.device(device)
         self._valid_ids = valid_ids
