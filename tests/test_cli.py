@@ -625,7 +625,20 @@ def test_fine_tuning_leaves_the_original_and_ends_no_worse_with_a_test_result(tr
     config = read("finetuned.tar", "config.json")
     assert (config["training"]["averaging"], config["training"]["non_monotone_interval"]) == ("from-start", 5)
     assert config["regularization"]["regularizer"] == "none"
+    assert config["finetunings"] == 2
     assert run("evaluate", "finetuned.tar", "--check").exit_code == 0
+
+
+def test_fine_tuning_that_converges_before_its_last_epoch_ends_with_success_and_a_test_result(
+    trained: Path,
+) -> None:
+    """Weight decay alone: the loss rises, and with n = 0 that is convergence."""
+    rising = ["--set", "training.lr=1e-30", "--set", "training.weight_decay=1e28"]
+    patient = ["--set", "training.non_monotone_interval=0", "--set", "training.epochs=50"]
+    result = run("finetune", str(trained), *rising, *patient)
+    assert result.exit_code == 0, result.stderr
+    assert "test: perplexity" in result.stdout
+    assert max(map(int, re.findall(r"epoch (\d+)", result.stdout))) < 50
 
 
 def test_each_fine_tuning_has_a_seed_of_its_own_be_the_one_before_it_in_vain(trained: Path) -> None:
