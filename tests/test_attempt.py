@@ -18,7 +18,7 @@ from regularizers.config import Regularization
 from tests.service_process import write_corpus
 from trials.attempt import run_attempt
 from trials.checkpoints import read_best
-from trials.corpora import PathCorpus, load_corpus
+from trials.corpora import SPLITS, PathCorpus, Split, load_corpus
 from trials.ledger import Report, Task
 from trials.spec import TrainingConfig, TrialConfig
 from trials.store import CheckpointStore
@@ -155,6 +155,31 @@ def test_resumed_attempt_trains_no_epoch_twice(
     monkeypatch.setattr(Training, "_end_epoch", counting)
     list(run_attempt(replace(task, recorded_epochs=3), store, tmp_path))
     assert [result.epoch for result in trained] == [4, 5]
+
+
+class ComparingStore(CheckpointStore):
+    """Compares, whenever it has written `last`, the best epoch that it has seen with that of `best`."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.best_epochs: list[tuple[int, int]] = []
+
+    def save_last(self, sweep_id: str, number: int, files: Any) -> None:
+        super().save_last(sweep_id, number, files)
+        history = json.loads(files["training.json"])["history"]
+        seen = min(history, key=lambda epoch: float(epoch["valid_loss"]))["epoch"]
+        with self.open_best(sweep_id, number) as file:
+            self.best_epochs.append((seen, read_best(file).metrics["epoch"]))
+
+
+def test_killed_right_after_writing_last_a_trial_has_the_best_that_last_has_seen(
+    task: Task, tmp_path: Path
+) -> None:
+    """Else it would be lost: who goes on from `last` does not train that epoch again."""
+    store = ComparingStore((tmp_path / "store").as_uri())
+    list(run_attempt(task, store, tmp_path))
+    assert len({seen for seen, _ in store.best_epochs}) > 1
+    assert all(seen == best for seen, best in store.best_epochs)
 
 
 class DyingStore(CheckpointStore):
@@ -386,6 +411,7 @@ def test_model_too_large_for_the_machine_is_out_of_memory(
     (only,) = run_attempt(replace(task, config=replace(task.config, model=model)), store, tmp_path)
     assert only.failure is not None
     assert only.failure.failure_class == "out_of_memory"
+    assert "takes up to" in only.failure.message, "it is refused before anything is allocated"
 
 
 def test_missing_corpus_is_a_user_error_in_the_corpuss_words(
@@ -399,22 +425,34 @@ def test_missing_corpus_is_a_user_error_in_the_corpuss_words(
     assert "Traceback" not in only.failure.message
 
 
+@pytest.mark.parametrize("split", SPLITS)
 def test_text_that_changes_during_a_sweep_is_noticed_and_never_served_from_a_cache(
-    task: Task, store: CheckpointStore, corpus: PathCorpus, tmp_path: Path
+    task: Task, store: CheckpointStore, corpus: PathCorpus, tmp_path: Path, split: Split
 ) -> None:
     own = tmp_path / "own"
     shutil.copytree(corpus.path, own)
     task = replace(task, corpus=PathCorpus(path=str(own)))
     before = next(run_attempt(task, store, tmp_path))
-    (own / "train.txt").write_text((own / "train.txt").read_text() * 2)
+    (own / f"{split}.txt").write_text((own / f"{split}.txt").read_text() * 2)
     after = next(run_attempt(replace(task, number=task.number + 1), store, tmp_path))
     assert before.corpus_sha256 is not None
     assert after.corpus_sha256 is not None
-    assert before.corpus_sha256["train"] != after.corpus_sha256["train"]
+    assert {name for name in SPLITS if before.corpus_sha256[name] != after.corpus_sha256[name]} == {split}
     (only,) = run_attempt(replace(task, corpus_sha256=before.corpus_sha256), store, tmp_path)
     assert only.failure is not None
     assert only.failure.failure_class == "user_error"
     assert "the text has changed since this sweep began" in only.failure.message
+
+
+def test_words_absent_from_the_training_text_are_counted_in_the_checkpoint(
+    task: Task, store: CheckpointStore, corpus: PathCorpus, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(corpus.path, own)
+    (own / "test.txt").write_text("w00 unheard-of w01 words\n")
+    kill_after(replace(task, corpus=PathCorpus(path=str(own))), store, tmp_path, 1)
+    with store.open_best("s1", 0) as file:
+        assert read_best(file).config["unk_counts"] == {"train": 0, "valid": 0, "test": 2}
 
 
 def test_text_too_short_for_the_batch_is_a_user_error(

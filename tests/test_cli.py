@@ -32,7 +32,7 @@ from tests.played_service import HELD, SPEC, played_service, submit, wait_for, w
 from tests.service_process import write_corpus
 from trials.attempt import run_attempt
 from trials.checkpoints import read_best, write_best
-from trials.corpora import PathCorpus
+from trials.corpora import PathCorpus, Vocabulary
 from trials.ledger import Task
 from trials.presets import PRESETS
 from trials.spec import TrialConfig
@@ -523,6 +523,19 @@ def test_a_word_that_the_checkpoint_does_not_know_is_refused_where_it_has_no_unk
     assert (result.exit_code, "unheard-of" in result.stderr) == (1, True)
 
 
+def test_words_that_the_checkpoint_does_not_know_are_counted_and_said_where_it_has_an_unknown_word(
+    trained: Path,
+) -> None:
+    given = read_best(trained)
+    words = tuple("<unk>" if word == "w59" else word for word in given.vocabulary.tokens)
+    write_best(Path("unk.tar"), replace(given, vocabulary=Vocabulary(words)))
+    other = write_text("other", "w00", "w00 unheard-of w59 <unk> w01")
+    result = run("evaluate", "unk.tar", "--corpus", other, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert (json.loads(result.stdout)["tokens"], json.loads(result.stdout)["unknown"]) == (5, 2)
+    assert "2 of them outside the vocabulary" in run("evaluate", "unk.tar", "--corpus", other).stdout
+
+
 def test_the_loss_of_a_split_is_printed_for_programs(trained: Path) -> None:
     document = json.loads(run("evaluate", str(trained), "--split", "valid", "--json").stdout)
     assert document["loss"] == pytest.approx(document["recorded_valid_loss"], rel=1e-5)
@@ -715,15 +728,50 @@ def test_fine_tuning_leaves_the_original_and_ends_no_worse_with_a_test_result(tr
         "the released code's, as the paper says"
     )
     assert 'regularization: regularizer="none", kappa=0.0, alpha=2.0, beta=1.0' in result.stdout
+    assert config["finetunings"] == 2
     assert run("evaluate", "finetuned.tar", "--check").exit_code == 0
 
 
-def test_each_fine_tuning_has_a_seed_of_its_own_be_the_one_before_it_in_vain(trained: Path) -> None:
+def test_fine_tuning_has_a_constant_rate_and_no_penalty_whatever_it_begins_with(trained: Path) -> None:
+    given = read_best(trained)
+    plateau = {**given.config, "training": {**given.config["training"], "lr_schedule": "plateau"}}
+    write_best(Path("plateau.tar"), replace(given, config=plateau))
+    assert run("finetune", "plateau.tar", "--set", "training.epochs=1").exit_code == 0
+    config = read("finetuned.tar", "config.json")
+    assert config["training"]["averaging"] == "from-start", "it has become better"
+    assert config["training"]["lr_schedule"] == "constant"
+    assert given.config["regularization"]["kappa"] > 0
+    assert config["regularization"]["kappa"] == 0
+
+
+def test_fine_tuning_that_converges_before_its_last_epoch_ends_with_success_and_a_test_result(
+    trained: Path,
+) -> None:
+    """Weight decay alone: the loss rises, and with n = 0 that is convergence."""
+    rising = ["--set", "training.lr=1e-30", "--set", "training.weight_decay=1e28"]
+    patient = ["--set", "training.non_monotone_interval=0", "--set", "training.epochs=50"]
+    result = run("finetune", str(trained), *rising, *patient)
+    assert result.exit_code == 0, result.stderr
+    assert "test: perplexity" in result.stdout
+    assert max(map(int, re.findall(r"epoch (\d+)", result.stdout))) < 50
+
+
+def test_each_fine_tuning_has_a_seed_of_its_own_be_the_one_before_it_in_vain(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def recording(*arguments: Any) -> Training:
+        seeds.append(arguments[6])
+        return Training(*arguments)
+
+    monkeypatch.setattr("service.local.Training", recording)
     vain = ["--set", "training.lr=1e-30", "--set", "training.weight_decay=1e28", "--set", "training.epochs=1"]
     assert run("finetune", str(trained), "--out", "first.tar", *vain).exit_code == 0
     assert run("finetune", "first.tar", "--out", "second.tar", *vain).exit_code == 0
     config = read("second.tar", "config.json")
     assert (config["seed"], config["finetunings"]) == (read(trained, "config.json")["seed"], 2)
+    assert seeds == [config["seed"] + 1, config["seed"] + 2]
 
 
 def test_what_is_given_wins_over_the_papers_way_of_fine_tuning(trained: Path) -> None:

@@ -240,6 +240,25 @@ def test_a_crash_between_the_two_renames_leaves_the_one_before(
     assert lasts(store, "s1", 0) == [FILES]
 
 
+def test_a_last_that_cannot_be_read_never_takes_the_place_of_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial that went on from the one before is killed while it writes its first `last`."""
+    store = CheckpointStore(tmp_path.as_uri())
+    store.save_last("s1", 0, FILES)
+    store.save_last("s1", 0, {"newer": b"1"})
+    (tmp_path / "s1" / "t00000" / "last.tar").write_bytes(b"scrap")
+    assert lasts(store, "s1", 0) == [FILES]
+
+    def crash(path: Path, content: bytes) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trials.store, "write_whole", crash)
+    with pytest.raises(KeyboardInterrupt):
+        store.save_last("s1", 0, {"newer": b"1"})
+    assert lasts(store, "s1", 0) == [FILES]
+
+
 # Whole files.
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -119,15 +120,19 @@ def test_same_seed_gives_the_same_epochs_bit_for_bit_whatever_the_global_generat
 # --- the step
 
 
-def test_each_step_is_clipped_sgd_with_weight_decay_at_a_rate_scaled_by_the_windows_length() -> None:
-    """Two windows, of 5 and of 3 steps, the state carried between them; written down here once more."""
-    config = replace(CONFIG, epochs=1, bptt=5, windows="fixed", lr=2.0, clip=0.05, weight_decay=0.1)
+@pytest.mark.parametrize("lengths", [(5, 3), (7, 1)], ids=["cut short", "longer than bptt"])
+def test_each_step_is_clipped_sgd_with_weight_decay_at_a_rate_scaled_by_the_windows_length(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int]
+) -> None:
+    """Two windows, for a bptt of 5, the state carried between them; written down here once more."""
+    monkeypatch.setattr(trials.training, "window_lengths", lambda *arguments: list(lengths))
+    config = replace(CONFIG, epochs=1, bptt=5, lr=2.0, clip=0.05, weight_decay=0.1)
     training = build(config, Regularization(), KEPT, train=TRAIN[: 3 * 9])
     model = build(config, Regularization(), KEPT).model
     columns_TB = torch.from_numpy(TRAIN[: 3 * 9].astype(np.int64)).view(3, 9).t()
     state = model.zero_state(3)
     norms = []
-    for start, end in ((0, 5), (5, 8)):
+    for start, end in ((0, lengths[0]), (lengths[0], 8)):
         result = model(columns_TB[start:end], state, None)
         state = result.state
         logits_NV = model.decode(result.dropped_TBH).flatten(0, 1)
@@ -142,8 +147,18 @@ def test_each_step_is_clipped_sgd_with_weight_decay_at_a_rate_scaled_by_the_wind
     for parameter, expected in zip(training.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
     assert min(norms) > 0.05
-    assert epoch.gradient_norm == pytest.approx((5 * norms[0] + 3 * norms[1]) / 8, rel=1e-5)
+    assert epoch.gradient_norm == pytest.approx(np.average(norms, weights=lengths), rel=1e-5)
     assert epoch.tokens == 3 * 8
+
+
+def test_columns_are_cut_from_the_start_and_what_does_not_fill_them_is_dropped() -> None:
+    """Three columns of 20 words, and two words over; the first word of all is seen, the last ones are not."""
+    config = replace(CONFIG, epochs=1)
+    whole, over = build(config, train=TRAIN[:60]), build(config, train=TRAIN[:62])
+    list(whole.epochs())
+    list(over.epochs())
+    assert untimed(over.history) == untimed(whole.history)
+    assert_equal_weights(over.weights_to_use(), whole.weights_to_use())
 
 
 def test_train_loss_is_the_mean_over_all_tokens_however_they_are_cut() -> None:
@@ -214,9 +229,12 @@ def test_training_and_evaluation_leave_the_parameters_and_the_modes_of_the_modul
 
 def test_what_is_not_given_is_the_papers() -> None:
     paper = TrainingConfig(
-        lr=30, clip=0.25, weight_decay=1.2e-6, bptt=70, windows="random", averaging="nt-asgd"
-    )
-    assert TrainingConfig() == paper
+        batch_size=20, bptt=70, windows="random", lr=30, clip=0.25, weight_decay=1.2e-6,
+        lr_schedule="constant", lr_patience=20, lr_factor=0.1, state_reset_p=0,
+        averaging="nt-asgd", non_monotone_interval=5,
+    )  # fmt: skip
+    assert replace(TrainingConfig(), epochs=paper.epochs) == paper
+    assert AWDLSTMConfig() == AWDLSTMConfig(400, 1150, 3, True, True, 0.1, 0.4, 0.25, 0.4, 0.5)
 
 
 # --- windows
@@ -322,6 +340,43 @@ def test_evaluation_does_not_depend_on_the_window(model: AWDLSTM, window: int) -
     assert evaluate(model, VALID, window) == pytest.approx(evaluate(model, VALID), abs=1e-5)
 
 
+@pytest.mark.parametrize("batch", [2, 4, 25])
+def test_evaluation_does_not_depend_on_the_batch_where_each_column_starts_from_the_state_carried_to_it(
+    model: AWDLSTM, batch: int
+) -> None:
+    """The 100 predictions of the stream in columns, side by side."""
+    steps = 100 // batch
+    ids_T1 = torch.from_numpy(VALID.astype(np.int64)).unsqueeze(1)
+    with torch.no_grad():
+        states = [model.zero_state(1)]
+        for start in range(0, 100 - steps, steps):
+            states.append(model(ids_T1[start : start + steps], states[-1], None).state)
+        state = tuple(
+            (torch.cat([h for h, _ in layer], 1), torch.cat([c for _, c in layer], 1))
+            for layer in zip(*states, strict=True)
+        )
+        inputs_TB, targets_TB = (ids_T1[at : at + 100, 0].view(batch, steps).t() for at in (0, 1))
+        logits_TBV = model.decode(model(inputs_TB, state, None).dropped_TBH)
+    loss = F.cross_entropy(logits_TBV.flatten(0, 1), targets_TB.flatten())
+    assert evaluate(model, VALID) == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_the_loss_of_a_long_stream_is_as_exact_as_that_of_a_short_one(
+    model: AWDLSTM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every word costs log V here; in single precision, their sum would end more than 1e-6 of it off."""
+    zeros = model.embedding.new_zeros(1, 1, MODEL.embedding_size)
+
+    def guessing(tokens_TB: Tensor, state: State, masks: Masks | None) -> Pass:
+        outputs = zeros.expand(len(tokens_TB), -1, -1)
+        return Pass(outputs, outputs, state)
+
+    monkeypatch.setattr(model, "forward", guessing)
+    ids = np.zeros(100_001, dtype=np.int32)
+    assert evaluate(model, ids) == pytest.approx(math.log(V), abs=1e-6)
+    assert evaluate_mc(model, ids, masks=2, seed=1) == pytest.approx(math.log(V), abs=1e-6)
+
+
 def test_evaluation_leaves_no_trace(model: AWDLSTM) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert evaluate(model, VALID) == evaluate(model, VALID)
@@ -400,19 +455,28 @@ def test_on_a_plateau_the_rate_falls_for_good_and_the_training_that_goes_on_know
     assert untimed(resumed.history) == untimed(whole.history)
 
 
-def test_the_rate_of_the_schedule_is_the_one_that_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One window an epoch, and weight decay alone, which shrinks the weights by lr * weight_decay."""
-    losses = iter([3.0, 3.0, 3.0, 2.0])
-    monkeypatch.setattr(trials.training, "evaluate", lambda model, ids: next(losses))
+@pytest.mark.parametrize("averaging", ["none", "nt-asgd", "from-start"])
+def test_the_rate_of_the_schedule_is_the_one_that_is_applied_averaging_or_not(
+    monkeypatch: pytest.MonkeyPatch, averaging: Literal["none", "nt-asgd", "from-start"]
+) -> None:
+    """One window an epoch, and weight decay alone, which shrinks the weights by lr * weight_decay.
+
+    NT-ASGD averages from the third epoch on.
+    """
+    losses = [3.0, 3.5, 3.5, 2.0]
+    monkeypatch.setattr(trials.training, "evaluate", lambda model, ids: losses[len(training.history)])
     config = replace(CONFIG, epochs=4, bptt=50, windows="fixed", lr=1.0, clip=1e-9, weight_decay=0.01)
     config = replace(config, lr_schedule="plateau", lr_patience=1, lr_factor=0.5)
+    config = replace(config, averaging=averaging, non_monotone_interval=2 if averaging == "from-start" else 0)
     training = build(config, Regularization(), KEPT, train=TRAIN[: 3 * 51])
-    before = training.weights_to_use()["embedding"]
+    before = training.state()[0]["model.embedding"]
     for result in training.epochs():
-        after = training.weights_to_use()["embedding"]
+        after = training.state()[0]["model.embedding"]
         torch.testing.assert_close(after, before * (1 - 0.01 * result.lr), rtol=1e-6, atol=1e-7)
         before = after
     assert [result.lr for result in training.history] == [1, 1, 0.5, 0.25]
+    averaged = {"none": [], "nt-asgd": [3, 4], "from-start": [1, 2, 3, 4]}[averaging]
+    assert [result.epoch for result in training.history if result.averaged] == averaged
 
 
 class States:
@@ -441,6 +505,19 @@ def test_windows_start_from_a_zero_state_as_often_as_asked(
     first, *later = states.zero
     assert first
     assert low <= sum(later) / len(later) <= high
+
+
+def test_other_windows_are_reset_in_another_epoch_and_with_another_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 29 windows, each with a chance of a half."""
+    config, drawn = replace(CONFIG, epochs=2, windows="fixed", state_reset_p=0.5), []
+    for seed in (1, 2):
+        training = build(config, Regularization(), seed=seed)
+        states = States(training, monkeypatch)
+        list(training.epochs())
+        drawn += [tuple(states.zero[:29]), tuple(states.zero[29:])]
+    assert len(set(drawn)) == 4
 
 
 def test_both_passes_start_from_the_reset_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -663,12 +740,52 @@ def test_training_goes_on_from_any_pause_within_an_epoch(monkeypatch: pytest.Mon
         assert_equal_weights(resumed.state()[0], whole.state()[0])
 
 
+@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+def test_every_regularizer_goes_on_bit_for_bit_from_within_an_epoch_whatever_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Masks for each step, resets of the state: what a step draws depends on where it is and nothing else."""
+    monkeypatch.setattr(trials.training, "PAUSE_SHARE", 0)
+    config = replace(CONFIG, epochs=3, state_reset_p=0.3)
+    choices = Regularization(name, alpha=2, beta=1), replace(MODEL, locked=False)
+    whole, train, states = build(config, *choices, train=TRAIN[:180]), TRAIN[:180], []
+    for _ in whole.run(pause_every_s=0):
+        states.append(whole.state())
+    for state in states[2:-1:5]:
+        resumed = build(config, *choices, train=train)
+        resumed.load_state(*saved_and_read(state))
+        list(resumed.epochs())
+        assert untimed(resumed.history) == untimed(whole.history)
+        assert_equal_weights(resumed.state()[0], whole.state()[0])
+
+
 def test_pauses_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials.training, "PAUSE_SHARE", 0)
     paused, whole = build(), build()
     assert [result for result in paused.run(0) if result is not None] == list(paused.history)
     list(whole.epochs())
     assert untimed(paused.history) == untimed(whole.history)
+
+
+def test_a_pause_comes_whenever_so_much_time_has_passed_but_never_at_the_end_of_an_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock on which a step takes a second; two epochs of 29 steps."""
+    now, step = 0, Training._step
+
+    def ticking(*arguments: Any) -> tuple[Tensor, State]:
+        nonlocal now
+        now += 1
+        return step(*arguments)
+
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
+    monkeypatch.setattr(Training, "_step", ticking)
+    monkeypatch.setattr(trials.training, "time", clock)
+    training = build(replace(CONFIG, epochs=2, windows="fixed"))
+    assert [now for result in training.run(pause_every_s=5) if result is None] == [*range(5, 58, 5)]
+    assert now == 58
+    whole = build(replace(CONFIG, epochs=1, windows="fixed"))
+    assert None not in whole.run(pause_every_s=29)
 
 
 def test_pauses_take_a_small_share_of_the_time() -> None:

@@ -41,12 +41,18 @@ class CheckpointStore:
         self._write(last, pack(files))
 
     def load_last(self, sweep_id: str, number: int) -> Iterator[dict[str, bytes]]:
-        """The files of `last`, then of the one before it; what is missing or unreadable is left out."""
+        """The files of `last`, then of the one before it; what is missing is left out.
+
+        What is unreadable is removed: the next save would put it in the place of the one before it.
+        """
         for name in LASTS:
             path = self._path(sweep_id, number, name)
             try:
                 files = unpack(self._files.cat_file(path), path)
-            except (FileNotFoundError, CorruptCheckpoint):
+            except FileNotFoundError:
+                continue
+            except CorruptCheckpoint:
+                self._files.rm_file(path)
                 continue
             yield files
 
