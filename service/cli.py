@@ -1,6 +1,7 @@
 """The `fraternal` command. A command imports what it needs: help is quick, and only training loads torch."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -417,6 +418,41 @@ def finetune(
 
     _refuse_to_replace(out, force)
     finetune_and_save(file, with_overrides({}, overrides), times, seed, device, out, data_dir)
+
+
+@app.command()
+def generate(
+    file: Annotated[Path, typer.Argument(metavar="FILE.tar", help="A best checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with; by default a new line.")] = "",
+    words: Annotated[int, typer.Option(min=1, help="How many words to add.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Below 1 nearer to the likeliest word, which 0 always takes.")
+    ] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="Draw among the K likeliest words only.")
+    ] = None,
+    unk: Annotated[bool, typer.Option("--unk/--no-unk", help="Whether <unk> may be drawn.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Let a trained model write: words drawn one after another, from the checkpoint alone.
+
+    Example: `fraternal generate best.tar --prompt "the people of" --temperature 0.8 --no-unk`
+    """
+    from service.local import generate_text
+
+    if not math.isfinite(temperature):
+        raise typer.BadParameter(f"a temperature is a number; found {temperature}")
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "unk": unk, "seed": seed}
+    written = generate_text(file, prompt, words, **options, device=device)
+    if written.unknown:
+        said = f"{written.unknown} of the prompt's words are outside the vocabulary: read as <unk>"
+        print(said, file=sys.stderr)
+    if as_json:
+        print(json.dumps({"prompt": prompt, "words": written.words, "unknown": written.unknown}))
+    else:
+        print(f"{prompt} {written.text()}".lstrip(" "))
 
 
 @app.command()

@@ -22,7 +22,8 @@ from service.progress import ProgressDisplay, of_training
 from service.texts import load, parse_corpus_spec, parse_strictly
 from trials.attempt import best_checkpoint, is_out_of_memory, require_finite
 from trials.checkpoints import BestCheckpoint, read_best, write_best
-from trials.corpora import INT32_MAX, SPLITS, Corpus, CorpusSpec, Split
+from trials.corpora import EOS, INT32_MAX, SPLITS, UNK, Corpus, CorpusSpec, Split
+from trials.generation import generate
 from trials.ledger import Task
 from trials.memory import require_memory
 from trials.perplexity import perplexity
@@ -105,6 +106,45 @@ def evaluate_file(
         text_is_the_same=corpus.sha256[split] == own_sha256.get(split),
         mc_masks=mc_masks,
     )
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    words: list[str]
+    """Those after the prompt."""
+    unknown: int
+    """Words of the prompt outside the vocabulary, read as <unk>."""
+
+    def text(self) -> str:
+        """A line for each sentence."""
+        return "\n".join(line.strip() for line in " ".join(self.words).split(EOS))
+
+
+def generate_text(
+    file: Path,
+    prompt: str,
+    words: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    unk: bool = True,
+    seed: int = 0,
+    device: str = "cpu",
+) -> GeneratedText:
+    """Go on from a prompt that stands at the start of a line. Raises CommandFailed."""
+    checkpoint = read_checkpoint(file)
+    vocabulary = checkpoint.vocabulary
+    model = rebuild(checkpoint).to(usable_device(device))
+    try:
+        ids, unknown = vocabulary.encode([EOS, *f" {EOS} ".join(prompt.splitlines()).split()])
+        without = [] if unk else [vocabulary.index[UNK]] if UNK in vocabulary.index else []
+    except ValueError as error:
+        raise CommandFailed(f"the prompt cannot be read: {error}") from error
+    generator = torch.Generator().manual_seed(seed)
+    found = generate(
+        model, ids.tolist(), words, generator, temperature=temperature, top_k=top_k, without=without
+    )
+    return GeneratedText(vocabulary.decode(found), unknown)
 
 
 def read_checkpoint(file: Path) -> BestCheckpoint:

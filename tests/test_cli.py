@@ -32,7 +32,7 @@ from tests.played_service import HELD, SPEC, played_service, submit, wait_for, w
 from tests.service_process import write_corpus
 from trials.attempt import run_attempt
 from trials.checkpoints import read_best, write_best
-from trials.corpora import PathCorpus, Vocabulary
+from trials.corpora import EOS, UNK, PathCorpus, Vocabulary
 from trials.ledger import Task
 from trials.presets import PRESETS
 from trials.spec import TrialConfig
@@ -830,6 +830,44 @@ def test_a_checkpoint_whose_text_has_changed_is_not_fine_tuned(
     result = run("finetune", "own.tar")
     assert (result.exit_code, "has changed since own.tar" in result.stderr) == (1, True)
     assert not Path("finetuned.tar").exists()
+
+
+def test_a_checkpoint_writes_text_after_a_prompt(text: Path) -> None:
+    capped = json.dumps({"path": str(text), "vocabulary_size": 20})
+    assert run("train", "--corpus", capped, *SMALL, "--epochs", "1").exit_code == 0
+    vocabulary = read_best(Path("best.tar")).vocabulary.tokens
+    known = next(token for token in vocabulary if token not in {EOS, UNK})
+    asked = ["generate", "best.tar", "--prompt", f"{known} nowhere", "--words", "40"]
+    result = run(*asked, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "1 of the prompt's words are outside the vocabulary" in result.stderr
+    written = json.loads(result.stdout)
+    assert (len(written["words"]), written["unknown"]) == (40, 1)
+    assert set(written["words"]) <= set(vocabulary)
+    lines = run(*asked).stdout
+    assert lines.split() == [known, "nowhere", *(word for word in written["words"] if word != EOS)]
+    assert run(*asked, "--seed", "1").stdout != lines
+    assert UNK not in run(*asked, "--no-unk", "--temperature", "9").stdout.split()
+    assert run(*asked, "--temperature", "0").stdout == run(*asked, "--top-k", "1").stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "words"),
+    [
+        (["--prompt", "w01 nowhere"], 1, "neither 'nowhere' nor <unk>; leave the word out"),
+        (["--temperature", "-1"], 2, "temperature"),
+        (["--temperature", "nan"], 2, "--temperature"),
+        (["--temperature", "inf"], 2, "a temperature is a number; found inf"),
+        (["--words", "0"], 2, "words"),
+        (["--top-k", "0"], 2, "top-k"),
+        (["--device", "cuda:99"], 1, "cannot be used here"),
+    ],
+)
+def test_text_that_cannot_be_written_is_refused(
+    trained: Path, given: list[str], code: int, words: str
+) -> None:
+    result = run("generate", str(trained), *given)
+    assert (result.exit_code, words in " ".join(result.stderr.replace("│", " ").split())) == (code, True)
 
 
 def test_mc_evaluation_is_worse_with_one_sample_of_the_masks_than_with_many(trained: Path) -> None:
