@@ -5,9 +5,9 @@ something: it is noted, and looked for in every pause, so that whatever was star
 """
 
 import os
+import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,11 +20,12 @@ from typing import Self
 import psutil
 from rich.console import Console
 
-from service.client import ClientError, FraternalClient
+from service.client import ClientError, FraternalClient, ServiceUnreachable
 from service.errors import CommandFailed
 from service.launcher import marked_processes
 
-USUAL_PORT = 8123
+ANNOUNCED = re.compile(r"^API +(http://\S+)/v1/sweeps$", re.MULTILINE)
+"""What a service prints once it listens."""
 SLICE_S = 0.1
 """A noted signal is acted on after at most so long."""
 SECONDS_TO_START = 60.0
@@ -75,15 +76,12 @@ def running_service(data_dir: Path, signals: Signals, console: Console) -> Itera
     What the environment says of another service, its database say, is not for this one.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
-    token, port, log = secrets.token_hex(8), _free_port(), data_dir / "service.log"
-    console.print(
-        f"starting a service on port {port}; it keeps its things in {data_dir} and logs to {log}",
-        soft_wrap=True,
-    )
+    token, log = secrets.token_hex(8), data_dir / "service.log"
+    console.print(f"starting a service; it keeps its things in {data_dir} and logs to {log}", soft_wrap=True)
     with log.open("ab") as output:
         position = output.tell()
         process = subprocess.Popen(
-            command("serve", "--port", str(port), "--data-dir", str(data_dir), "--stop-drivers"),
+            command("serve", "--port", "0", "--data-dir", str(data_dir), "--stop-drivers"),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -91,9 +89,13 @@ def running_service(data_dir: Path, signals: Signals, console: Console) -> Itera
             start_new_session=True,  # the terminal's signals are for us: we stop it, in order
         )
     try:
-        with FraternalClient(f"http://127.0.0.1:{port}") as client:
-            _wait_until_ready(client, process, signals, log, position)
+        with FraternalClient(_address_once_ready(process, signals, log, position)) as client:
             yield client
+    except ServiceUnreachable as error:
+        raise CommandFailed(
+            f"the service of this command does not answer any more ({error}): see {log}; "
+            "given once more, the command starts another one, which has what this one kept"
+        ) from error
     finally:
         _stop(process, token)
 
@@ -102,19 +104,25 @@ def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith("FRATERNAL_")}
 
 
-def _wait_until_ready(
-    client: FraternalClient, process: subprocess.Popen[bytes], signals: Signals, log: Path, position: int
-) -> None:
-    """Raises CommandFailed with what the service said, if it ends or does not get ready."""
+def _address_once_ready(process: subprocess.Popen[bytes], signals: Signals, log: Path, position: int) -> str:
+    """Where it says that it listens: on a port that was chosen for it, another service might.
+
+    Raises CommandFailed with what the service said, if it ends or does not get ready.
+    """
     until = time.monotonic() + SECONDS_TO_START
     while process.poll() is None and time.monotonic() < until:
-        with suppress(ClientError):
-            client.check_ready()
-            return
+        if announced := ANNOUNCED.search(_said(log, position)):
+            with FraternalClient(announced[1]) as client, suppress(ClientError):
+                client.check_ready()
+                return str(announced[1])
         signals.pause(SLICE_S)
     signals.pause(0)  # Ctrl-C reaches a service that has not left our process group yet
-    said = log.read_bytes()[position:].decode(errors="replace").strip()
+    said = _said(log, position)
     raise CommandFailed(f"the service did not start: {said[-2000:] or f'see {log}'}")
+
+
+def _said(log: Path, position: int) -> str:
+    return log.read_bytes()[position:].decode(errors="replace").strip()
 
 
 def _stop(process: subprocess.Popen[bytes], token: str) -> None:
@@ -138,13 +146,3 @@ def print_addresses(client: FraternalClient, sweep_id: str, console: Console) ->
 def command(*arguments: str) -> list[str]:
     """The command line of `fraternal`, in this environment."""
     return [sys.executable, "-m", "service.cli", *arguments]
-
-
-def _free_port() -> int:
-    """The usual port, or another one where that is taken."""
-    for port in (USUAL_PORT, 0):
-        with socket.socket() as candidate, suppress(OSError):
-            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            candidate.bind(("127.0.0.1", port))
-            return int(candidate.getsockname()[1])
-    raise CommandFailed("no port is free on 127.0.0.1")

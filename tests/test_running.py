@@ -1,0 +1,57 @@
+"""A service of one's own: real processes."""
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from service.errors import CommandFailed
+from service.running import Signals, running_service
+
+QUIET = Console(quiet=True)
+
+
+def pid_of(data_dir: Path) -> int:
+    return int((data_dir / "service.lock").read_text())
+
+
+@pytest.mark.slow
+def test_each_command_talks_to_the_service_that_it_started(tmp_path: Path) -> None:
+    """Also where several start at the same moment, each on a port of its own, and all of them go."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    with Signals() as signals, running_service(one, signals, QUIET) as first:
+        with running_service(other, signals, QUIET) as second:
+            assert first.base_url != second.base_url
+            ports = [int(client.base_url.rpartition(":")[2]) for client in (first, second)]
+            for data_dir, port in zip((one, other), ports, strict=True):
+                listening = psutil.Process(pid_of(data_dir)).net_connections("inet")
+                assert port in {connection.laddr.port for connection in listening}
+        assert first.list_sweeps() == []
+    assert not {pid_of(one), pid_of(other)} & set(psutil.pids())
+
+
+def ask_a_service_that_was_killed(data_dir: Path) -> None:
+    with Signals() as signals, running_service(data_dir, signals, QUIET) as client:
+        process = psutil.Process(pid_of(data_dir))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        client.list_sweeps()
+
+
+@pytest.mark.slow
+def test_a_service_that_dies_under_a_command_is_said_to_have_died(tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match=r"does not answer any more .* see .*service\.log"):
+        ask_a_service_that_was_killed(tmp_path / "data")
+
+
+@pytest.mark.slow
+def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with (
+        Signals() as signals,
+        running_service(tmp_path / "data", signals, QUIET),
+        pytest.raises(CommandFailed, match=r"did not start: .*is in use by the service"),
+        running_service(tmp_path / "data", signals, QUIET),
+    ):
+        pass
