@@ -239,8 +239,9 @@ def table_markdown(result: Reproduction) -> str:
         f"# {table.title}: {table.name}, {result.scale}\n",
         f"{result.warning}\n",
         f"{table.where} of Zolna et al. 2018: {table.compares}.\n",
-        f"Ours: {result.corpus}; {spec.model.layers} LSTM layer(s), E = {spec.model.embedding_size}, "
-        f"H = {spec.model.hidden_size}; {spec.training.epochs} epochs; {result.seeds} draws an arm.\n",
+        f"Ours: {result.corpus}; {_count(spec.model.layers, 'LSTM layer')}, E = {spec.model.embedding_size}, "
+        f"H = {spec.model.hidden_size}; {_count(spec.training.epochs, 'epoch')}; "
+        f"{_count(result.seeds, 'draw')} an arm.\n",
         _search_markdown(result) if table.search else _rows_markdown(result),
         *([_curves_markdown("train/valid", result.curves, _perplexities)] if table.curves else []),
         *([_curves_markdown("hidden activation", result.curves, _activation)] if table.activation else []),
@@ -343,6 +344,10 @@ def _perplexities(curve: Curve, index: int) -> str:
 
 def _activation(curve: Curve, index: int) -> str:
     return f"{curve.activation[index]:.4f}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
