@@ -33,14 +33,20 @@ def trial(number: int, arm: str, curve: list[EpochView]) -> TrialDetail:
     )  # fmt: skip
 
 
-@pytest.fixture
-def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
-    """Of an arm with two trials and an arm with one of them; one trial has not finished an epoch."""
+def figure_of(tmp_path: Path, trials: list[TrialDetail]) -> Figure:
     figures: list[Figure] = []
     savefig = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *args, **kw: figures.append(self) or savefig(self, *args, **kw)
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            Figure, "savefig", lambda self, *args, **kw: figures.append(self) or savefig(self, *args, **kw)
+        )
+        plot_dynamics("a title", trials, tmp_path / "plot.svg")
+    return figures[0]
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Figure:
+    """Of an arm with two trials and an arm with one of them; one trial has not finished an epoch."""
     trials = [
         trial(
             0,
@@ -51,8 +57,7 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
         trial(2, "fd", [epoch(1), epoch(2)]),
         trial(3, "eld", []),
     ]
-    plot_dynamics("a title", trials, tmp_path / "plot.svg")
-    return figures[0]
+    return figure_of(tmp_path, trials)
 
 
 def line(figure: Figure, panel: str, trial: int) -> list[tuple[float, float]]:
@@ -64,14 +69,28 @@ def line(figure: Figure, panel: str, trial: int) -> list[tuple[float, float]]:
 def test_every_trial_with_an_epoch_has_a_line_in_every_panel(drawn: Figure) -> None:
     assert [axes.get_title() for axes in drawn.axes] == [panel.title for panel in PANELS]
     for axes in drawn.axes:
-        assert [str(each.get_color()) for each in axes.lines] == [COLOURS[1], COLOURS[0], COLOURS[1]]
+        sides = 1 + ("dashed" in axes.get_title())
+        assert [str(each.get_color()) for each in axes.lines] == [COLOURS[1], COLOURS[0], COLOURS[1]] * sides
 
 
 def test_lines_are_the_curves(drawn: Figure) -> None:
     assert line(drawn, "train perplexity", 0) == [(1, math.exp(5.0)), (2, math.exp(5.0))]
     assert line(drawn, "validation perplexity", 0) == [(1, 148.4), (2, 54.6)]
-    assert line(drawn, "R_FD over 2 Var", 1) == [(1, pytest.approx(2.0))]
-    assert line(drawn, "R_FD over 4", 1) == [(1, pytest.approx(0.5))]
+    assert line(drawn, "Remark 1", 1) == [(1, 0.4)]
+    assert line(drawn, "Remark 1", 1 + 3) == [(1, 0.2)], "twice the variance, dashed"
+    assert line(drawn, "Proposition 1", 1 + 3) == [(1, 0.8)]
+    assert line(drawn, "validation perplexity", 3) == [], "what is validated are the raw weights"
+
+
+def test_a_dot_is_where_averaging_begins(tmp_path: Path) -> None:
+    curve = [epoch(1), epoch(2), epoch(3, averaged=True), epoch(4, averaged=True)]
+    assert line(figure_of(tmp_path, [trial(0, "fd", curve)]), "validation perplexity", 1) == [
+        (3, math.exp(5.0)),
+        (4, math.exp(5.0)),
+    ]
+    assert [axes.lines[0].get_markevery() for axes in figure_of(tmp_path, [trial(0, "fd", curve)]).axes] == [
+        [2] for _ in PANELS
+    ]
 
 
 def test_what_an_epoch_lacks_or_a_logarithm_cannot_show_is_left_out(drawn: Figure) -> None:
@@ -84,7 +103,7 @@ def test_the_best_trial_of_each_arm_is_the_thick_one(drawn: Figure) -> None:
     assert widths[0] == widths[1] > widths[2]
 
 
-@pytest.mark.parametrize(("name", "begins"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml"), ("p.pdf", b"%PDF")])
+@pytest.mark.parametrize(("name", "begins"), [("p.png", b"\x89PNG"), ("p.SVG", b"<?xml"), ("p.pdf", b"%PDF")])
 def test_the_name_tells_the_kind(tmp_path: Path, name: str, begins: bytes) -> None:
     plot_dynamics("κ = 0.1", [trial(0, "fd", [epoch(1)])], tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(begins)
