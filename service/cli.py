@@ -46,8 +46,11 @@ class Commands(TyperGroup):
                 os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
             )  # nobody reads on: not ours to report
             raise typer.Exit(1) from None
-        except (CommandFailed, OSError) as error:
+        except CommandFailed as error:
             _complain(str(error))
+            raise typer.Exit(1) from error
+        except OSError as error:
+            _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
             raise typer.Exit(1) from error
 
 
@@ -219,7 +222,7 @@ def plot(
     from service.plots import plot_dynamics
 
     path = out or Path(f"{sweep_id}.svg")
-    _refuse_to_replace(path, force)
+    _require_usable(path, force)
     with FraternalClient(url) as client:
         sweep = client.get(sweep_id)
         trials = [client.trial(sweep_id, trial.number) for trial in client.trials(sweep_id)]
@@ -243,7 +246,7 @@ def fetch(
     from service.client import FraternalClient
 
     path = out or Path(f"best-{sweep_id}.tar")
-    _refuse_to_replace(path, force)
+    _require_usable(path, force)
     with FraternalClient(url) as client:
         digest = client.fetch(sweep_id, path)
     print(f"{path}  sha256 {digest}")
@@ -265,7 +268,7 @@ def cancel(sweep_id: SweepId, url: Url = DEFAULT_URL) -> None:
 @app.command()
 def evaluate(
     file: Annotated[Path, typer.Argument(metavar="FILE.tar", help="A best checkpoint.")],
-    split: Annotated[str, typer.Option(help="train, valid or test.")] = "test",
+    split: Annotated[str | None, typer.Option(help="train, valid or test; by default test.")] = None,
     corpus: Annotated[
         str | None,
         typer.Option(help="Another corpus than the checkpoint's own: JSON, a name or a directory."),
@@ -293,11 +296,13 @@ def evaluate(
     """
     if check and mc:
         raise typer.BadParameter("--check compares with the loss without dropout; leave out --mc")
+    if check and split not in {None, "valid"}:
+        raise typer.BadParameter(f"--check compares the validation loss; leave out --split {split}")
     from service.local import check_recorded_loss, evaluate_file
 
     result = evaluate_file(
         file,
-        "valid" if check else split,
+        split or ("valid" if check else "test"),
         parse_corpus(corpus) if corpus else None,
         data_dir,
         mc_masks=mc,
@@ -346,7 +351,7 @@ def train(
     """
     from service.local import train_and_save
 
-    _refuse_to_replace(out, force)
+    _require_usable(out, force)
     sections: dict[str, dict[str, Any]] = {
         "regularization": {"regularizer": regularizer, "kappa": kappa},
         "training": {"epochs": epochs, "batch_size": batch_size, "bptt": bptt},
@@ -374,7 +379,7 @@ def presets(
     Example: `fraternal presets fraternal-ptb`
     """
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     if name is None:
         from trials.presets import DECLARED
@@ -388,7 +393,7 @@ def presets(
     if as_json:
         print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
         return
-    table = Table(*columns)
+    table = Table(Column(columns[0], no_wrap=True), *columns[1:])  # a field is to be pasted
     for first, second, third in rows:
         table.add_row(first, second if name is None else json.dumps(second), third)
     Console().print(table)
@@ -416,7 +421,7 @@ def finetune(
     """
     from service.local import finetune_and_save
 
-    _refuse_to_replace(out, force)
+    _require_usable(out, force)
     finetune_and_save(file, with_overrides({}, overrides), times, seed, device, out, data_dir)
 
 
@@ -431,7 +436,7 @@ def generate(
     top_k: Annotated[
         int | None, typer.Option(min=1, metavar="K", help="Draw among the K likeliest words only.")
     ] = None,
-    unk: Annotated[bool, typer.Option("--unk/--no-unk", help="Whether <unk> may be drawn.")] = True,
+    unk: Annotated[bool, typer.Option("--unk/--no-unk", help="Whether `<unk>` may be drawn.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
     device: Device = "cpu",
     as_json: AsJson = False,
@@ -463,7 +468,7 @@ def corpus(
     as_json: AsJson = False,
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """What a corpus holds: tokens, vocabulary, how much of each split is <unk>, and digests.
+    """What a corpus holds: tokens, vocabulary, how much of each split is `<unk>`, and digests.
 
     Example: `fraternal corpus sotu`
     """
@@ -609,7 +614,7 @@ def parse_corpus(written: str) -> dict[str, Any]:
     if written.lstrip().startswith("{"):
         value = _parse_value(written)
         if not isinstance(value, dict):
-            raise typer.BadParameter(f"--corpus {written!r} is no JSON object")
+            raise typer.BadParameter(f"corpus {written!r} is no JSON object")
         return value
     return {"name": written} if written in {"sotu", "ptb", "wikitext2"} else {"path": written}
 
@@ -667,9 +672,19 @@ def _watch_to_the_end(client: "FraternalClient", sweep_id: str, as_json: bool) -
         raise typer.Exit(1)
 
 
-def _refuse_to_replace(path: Path, force: bool) -> None:
+def _require_usable(path: Path, force: bool) -> None:
+    """Whether a result may and can be written there, found before any work is done."""
+    if path.is_dir():
+        raise CommandFailed(f"{path} is a folder; name a file in it")
     if path.exists() and not force:
         raise CommandFailed(f"{path} exists; name another file, or replace it with --force")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.with_name(path.name + ".probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be written, {error.strerror}: name another file") from error
 
 
 def _say(line: str, as_json: bool) -> None:

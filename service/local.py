@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, FiniteFloat
 from rich.console import Console
 
 from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
+from regularizers.config import Regularization
 from service.errors import CommandFailed
 from service.progress import ProgressDisplay, of_training
 from service.texts import load, parse_corpus_spec, parse_strictly
@@ -27,7 +28,7 @@ from trials.generation import generate
 from trials.ledger import Task
 from trials.memory import require_memory
 from trials.perplexity import perplexity
-from trials.spec import TrialConfig, merged
+from trials.spec import TrainingConfig, TrialConfig, merged
 from trials.store import CorruptCheckpoint
 from trials.training import Diverged, Training, evaluate_mc
 from trials.training import evaluate as loss_of
@@ -35,8 +36,26 @@ from trials.training import evaluate as loss_of
 SECONDS_TO_INTERRUPT = 1.0
 """A Ctrl-C that Python has dropped is acted on after about so long."""
 
+NO_FIT = "the checkpoint's weights and its config.json do not fit together"
+
 TOLERANCE = 1e-5
 """How far, relatively, a loss may lie from the recorded one: what another machine's rounding explains."""
+
+
+class _Config(BaseModel):
+    """What the commands need to know of a checkpoint's training run."""
+
+    model: AWDLSTMConfig
+    training: TrainingConfig
+    regularization: Regularization
+    corpus: CorpusSpec
+    corpus_sha256: dict[str, str]
+    seed: Annotated[int, Field(ge=0)]
+    finetunings: Annotated[int, Field(ge=0)] = 0
+
+
+class _Metrics(BaseModel):
+    valid_loss: FiniteFloat
 
 
 @dataclass(frozen=True)
@@ -153,14 +172,11 @@ def read_checkpoint(file: Path) -> BestCheckpoint:
         checkpoint = read_best(file)
     except CorruptCheckpoint as error:
         raise CommandFailed(str(error)) from error
-    kept = {*checkpoint.config, *checkpoint.metrics}
-    missing = [
-        name
-        for name in ("model", "training", "regularization", "corpus", "corpus_sha256", "seed", "valid_loss")
-        if name not in kept
-    ]
-    if missing:
-        raise CommandFailed(f"{file} was not written by this program: it does not say its {missing[0]}")
+    try:
+        parse_strictly(_Config, checkpoint.config)
+        parse_strictly(_Metrics, checkpoint.metrics)
+    except CommandFailed as error:
+        raise CommandFailed(f"{file} was not written by this program: {error}") from error
     return checkpoint
 
 
@@ -169,7 +185,7 @@ def check_recorded_loss(result: Evaluation) -> str:
     if math.isclose(result.loss, result.recorded_valid_loss, rel_tol=TOLERANCE):
         recorded = perplexity(result.recorded_valid_loss)
         return f"agrees with the validation perplexity that training recorded, {recorded:.4f}"
-    reason = "" if result.text_is_the_same else "; the text has changed since training"
+    reason = "" if result.text_is_the_same else "; the text is not that of the training run"
     raise CommandFailed(
         f"{result.file} gives a validation loss of {result.loss:.7f}, but training recorded "
         f"{result.recorded_valid_loss:.7f}: they differ by more than {TOLERANCE:g}{reason}"
@@ -178,22 +194,18 @@ def check_recorded_loss(result: Evaluation) -> str:
 
 def rebuild(checkpoint: BestCheckpoint) -> AWDLSTM:
     """The model that a checkpoint holds. Raises CommandFailed where its parts do not fit together."""
+    config = AWDLSTMConfig(**checkpoint.config["model"])
+    said = config.parameter_count(len(checkpoint.vocabulary))
+    held = sum(tensor.numel() for tensor in checkpoint.tensors.values())
+    if said != held:  # before memory is taken for whatever it says
+        raise CommandFailed(f"{NO_FIT}: it holds {held:,} numbers for a model of {said:,}")
+    if not all(tensor.isfinite().all() for tensor in checkpoint.tensors.values()):
+        raise CommandFailed("the checkpoint's weights are not all finite numbers: train the model again")
+    model = AWDLSTM(config, len(checkpoint.vocabulary), torch.Generator())
     try:
-        config = AWDLSTMConfig(**checkpoint.config["model"])
-        said = config.parameter_count(len(checkpoint.vocabulary))
-        held = sum(tensor.numel() for tensor in checkpoint.tensors.values())
-        if said != held:  # before memory is taken for whatever it says
-            raise CommandFailed(
-                "the checkpoint's weights and its config.json do not fit together: it holds "
-                f"{held:,} numbers for a model of {said:,}"
-            )
-        model = AWDLSTM(config, len(checkpoint.vocabulary), torch.Generator())
         model.load_state_dict(checkpoint.tensors)
-    except (KeyError, RuntimeError, ValidationError) as error:
-        first = str(error).splitlines()[0]
-        raise CommandFailed(
-            f"the checkpoint's weights and its config.json do not fit together: {first}"
-        ) from error
+    except RuntimeError as error:
+        raise CommandFailed(f"{NO_FIT}: {' '.join(str(error).split())}") from error
     return model
 
 
@@ -209,10 +221,16 @@ def train_and_save(
 
     Raises CommandFailed.
     """
-    config = parse_strictly(TrialConfig, {"model": {}, "training": {}, "regularization": {}, **values})
+    sections: dict[str, Any] = {"model": {}, "training": {}, "regularization": {}}
+    for name in values:
+        if name not in sections:
+            raise CommandFailed(
+                f"/{name}: unknown; a training run has values of corpus, {', '.join(sections)}"
+            )
+    config = parse_strictly(TrialConfig, {**sections, **values})
     source = parse_corpus_spec(corpus_values)
-    print(described(config, source))
     task = _task(config, source, seed, usable_device(device))
+    print(described(task))
     corpus = load(source, data_dir)
     try:
         _train(task, corpus, out)
@@ -242,10 +260,11 @@ def finetune_file(
     checkpoint was trained with. Raises CommandFailed.
     """
     checkpoint = read_checkpoint(file)
+    rebuild(checkpoint)  # what does not fit together is found before anything is written
     number = checkpoint.config.get("finetunings", 0) + 1
     start = replace(checkpoint, config={**checkpoint.config, "finetunings": number})
     task = _finetuning(start, values, seed, usable_device(device))
-    print(described(task.config, task.corpus))
+    print(described(task))
     corpus = load(task.corpus, data_dir)
     if corpus.vocabulary != checkpoint.vocabulary or corpus.sha256 != checkpoint.config["corpus_sha256"]:
         raise CommandFailed(
@@ -260,9 +279,13 @@ def finetune_file(
         raise CommandFailed(str(error)) from error
 
 
-def described(config: TrialConfig, corpus: CorpusSpec) -> str:
+def described(task: Task) -> str:
     """Every value that a training run goes by, a line for each section."""
-    sections = {"corpus": corpus.model_dump(mode="json", exclude_none=True), **asdict(config)}
+    sections = {
+        "corpus": task.corpus.model_dump(mode="json", exclude_none=True),
+        **asdict(task.config),
+        "run": {"seed": task.seed, "device": task.device},
+    }
     return "\n".join(
         f"{section}: " + ", ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
         for section, values in sections.items()
@@ -324,7 +347,10 @@ def _train(task: Task, corpus: Corpus, out: Path, start: BestCheckpoint | None =
     began, best = time.monotonic(), start.metrics["valid_loss"] if start else math.inf
     kept = "the weights that it began with" if start else None
     try:
-        with _Interrupts() as interrupts, ProgressDisplay(Console()) as display:
+        with (
+            _Interrupts() as interrupts,
+            ProgressDisplay(Console(), pause_s=0) as display,
+        ):  # on a pipe, every epoch is a line of the log
             display.show(of_training([], config.training.epochs, 0.0))
             for result in training.run(SECONDS_TO_INTERRUPT):
                 interrupts.check()

@@ -92,11 +92,17 @@ def of_training(epochs: Sequence[Epoch], total: int, elapsed_s: float) -> Snapsh
 
 
 class ProgressDisplay:
-    """Shows snapshots. On a pipe: a line for a change, at most one in five seconds, and the last."""
+    """Shows snapshots. On a pipe: a line for a change, at most one in so many seconds, and the last."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        pause_s: float = SECONDS_BETWEEN_LINES,
+    ) -> None:
         self._console = console
         self._clock = clock
+        self._pause_s = pause_s
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._shown: Snapshot | None = None
         self._shown_at = -math.inf
@@ -119,7 +125,7 @@ class ProgressDisplay:
         self._latest = snapshot
         if self._live is not None:
             self._live.update(_bar(snapshot), refresh=True)
-        elif _changed(self._shown, snapshot) and self._clock() - self._shown_at >= SECONDS_BETWEEN_LINES:
+        elif _changed(self._shown, snapshot) and self._clock() - self._shown_at >= self._pause_s:
             self._print(snapshot)
 
     def _print(self, snapshot: Snapshot) -> None:

@@ -9,6 +9,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -92,6 +93,7 @@ def reproduce(table: Table, scale: Scale, body: dict[str, Any], out: Path, data_
     spec = validated(body)
     corpus = load(spec.corpus, kept)
     labels = labels_of(table, scale, spec, corpus)
+    _require_room(out, labels)
     console.print(f"{table.name}, {scale}: {plan(table, spec)}", soft_wrap=True)
     try:
         with Signals() as signals, running_service(kept, signals, console) as client:
@@ -102,7 +104,13 @@ def reproduce(table: Table, scale: Scale, body: dict[str, Any], out: Path, data_
     if trained.sweep.state != "succeeded":
         console.print(f"the sweep {trained.sweep.state}: {trained.sweep.state_reason or ''}")
         return 1
-    measured = _measure(table, trained, corpus, out, kept, console)
+    try:
+        measured = _measure(table, trained, corpus, out, kept, console)
+    except KeyboardInterrupt:
+        console.print(
+            "interrupted; the same command goes on from here, with a fine-tuning from its beginning"
+        )
+        return INTERRUPTED
     result = Reproduction(
         table,
         scale,
@@ -116,6 +124,17 @@ def reproduce(table: Table, scale: Scale, body: dict[str, Any], out: Path, data_
     _write(result, manifest(trained, corpus, time.monotonic() - started), out)
     console.print(f"{out / 'table.md'}; {duration(time.monotonic() - started)} in all")
     return 0
+
+
+def _require_room(out: Path, labels: dict[str, str]) -> None:
+    """Raises CommandFailed where another result would be replaced."""
+    with suppress(FileNotFoundError):
+        there = json.loads((out / "manifest.json").read_text()).get("labels", {})
+        if there != labels:
+            what = f"{there.get('reproduces')}, {there.get('scale')}"
+            raise CommandFailed(
+                f"{out} holds another result: {what}, with other values or another text; name another --out"
+            )
 
 
 def differing(table: Table, spec: SweepSpec, corpus: Corpus) -> tuple[str, ...]:
@@ -195,10 +214,9 @@ def _complete(trial: TrialView) -> bool:
 class Notebook:
     """What has been measured of one sweep's trials: a file, written whole with each measurement."""
 
-    def __init__(self, path: Path, sweep_id: str) -> None:
-        self._path, self._sweep_id = path, sweep_id
-        written = json.loads(path.read_text()) if path.exists() else {}
-        rows = written.get("measured", []) if written.get("sweep") == sweep_id else []
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        rows = json.loads(path.read_text())["measured"] if path.exists() else []
         self.measured = [Measured(**row) for row in rows]
 
     def has(self, number: int, finetunes: int, masks: int, sample: int) -> bool:
@@ -208,7 +226,7 @@ class Notebook:
     def add(self, measured: Measured) -> None:
         self.measured.append(measured)
         rows = [asdict(one) for one in self.measured]
-        write_whole(self._path, _json({"sweep": self._sweep_id, "measured": rows}))
+        write_whole(self._path, _json({"measured": rows}))
 
 
 def _measure(
@@ -216,7 +234,7 @@ def _measure(
 ) -> tuple[Measured, ...]:
     from service.measure import finetune, load_model, losses
 
-    notebook = Notebook(out / "measured.json", trained.sweep.id)
+    notebook = Notebook(out / f"measured-{trained.sweep.id}.json")
     store = CheckpointStore(Settings.model_construct(data_dir=data_dir, store_url=None).resolved_store_url)
     device = "auto" if trained.sweep.spec.resources.gpus else "cpu"
     make = partial(finetune, data_dir=data_dir, device=device)
@@ -276,6 +294,7 @@ def manifest(trained: Trained, corpus: Corpus, seconds: float) -> dict[str, Any]
             "sha256": dict(corpus.sha256),
         },
         "sweep": trained.sweep.id,
+        "labels": trained.sweep.labels,
         "seeds": {str(trial.number): trial.seed for trial in trained.trials},
         "devices": sorted({trial.device for trial in trained.trials if trial.device is not None}),
         "spec": trained.sweep.spec.model_dump(mode="json"),

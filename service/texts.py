@@ -68,19 +68,21 @@ def load(source: CorpusSpec, data_dir: Path) -> Corpus:
 def parse_corpus_spec(values: dict[str, Any]) -> CorpusSpec:
     """Raises CommandFailed."""
     try:
-        return resolved(parse_strictly(CorpusSpec, values), Path.cwd())
+        return resolved(parse_strictly(CorpusSpec, values, "/corpus"), Path.cwd())
     except CorpusError as error:
         raise CommandFailed(str(error)) from error
 
 
-def parse_strictly(kind: Any, values: dict[str, Any]) -> Any:
-    """By the rules of the service. Raises CommandFailed that points at each wrong field."""
+def parse_strictly(kind: Any, values: dict[str, Any], at: str = "") -> Any:
+    """By the rules of the service. Raises CommandFailed with the pointer, below `at`, of each wrong field."""
     adapter = TypeAdapter(kind)
     try:
         return adapter.validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         problems = problems_in(cast(Any, error.errors()), values, adapter.json_schema())
-        raise CommandFailed("\n  ".join(f"{found.pointer}: {found.message}" for found in problems)) from error
+        raise CommandFailed(
+            "\n  ".join(f"{at}{found.pointer}: {found.message}" for found in problems)
+        ) from error
 
 
 def to_rich(facts: CorpusFacts) -> RenderableType:
@@ -90,7 +92,8 @@ def to_rich(facts: CorpusFacts) -> RenderableType:
     for each in facts.splits:
         counts = (f"{each.tokens:,}", f"{each.types:,}", f"{each.unk_tokens:,}")
         table.add_row(each.split, *counts, f"{each.unk_share:.2%}", f"{each.unknown_tokens:,}")
-    digests = (Text(f"sha256 of {each.split:<6} {each.sha256}", no_wrap=True) for each in facts.splits)
+    # Not longer than 80 columns, and folded where there are fewer: a digest that is cut looks like another.
+    digests = (Text(f"sha256 {each.split:<6} {each.sha256}", overflow="fold") for each in facts.splits)
     return Group(Text(f"vocabulary of {facts.vocabulary_size:,} types"), table, *digests)
 
 

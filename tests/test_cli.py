@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -499,7 +500,7 @@ def test_a_checkpoint_whose_text_has_changed_does_not_agree(trained: Path, text:
         words = (text / f"{split}.txt").read_text().split()
         (other / f"{split}.txt").write_text(" ".join(reversed(words)))
     result = run("evaluate", str(trained), "--check", "--corpus", str(other))
-    assert (result.exit_code, "the text has changed" in result.stderr) == (1, True)
+    assert (result.exit_code, "the text is not that of the training run" in result.stderr) == (1, True)
 
 
 def write_text(directory: str, train: str, other: str) -> str:
@@ -623,6 +624,38 @@ def test_an_arm_that_is_not_clear_is_asked_for(given: list[str], words: str) -> 
     assert (result.exit_code, words in " ".join(result.stderr.replace("│", " ").split())) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("given", "code", "words"),
+    [
+        (["corpus", '{"nam": "sotu"}'], 1, "/corpus: a corpus has either a name"),
+        (["corpus", "{bad"], 2, "corpus '{bad' is no JSON object"),
+        (["corpus", '{"name": "sotu", "train_tokens": "50"}'], 1, "/corpus/train_tokens: Input should be"),
+        (["train", "--corpus", "sotu", "--set", "corpus.train_tokens=1"], 1, "/corpus/train_tokens: Input"),
+        (["train", "--corpus", "sotu", "--set", "foo=1"], 1, "/foo: unknown; a training run has values of"),
+        (["evaluate", "best.tar", "--check", "--split", "test"], 2, "leave out --split test"),
+        (["evaluate", "folder"], 1, "folder: Is a directory"),
+    ],
+)
+def test_an_error_names_the_field_as_it_was_given(given: list[str], code: int, words: str) -> None:
+    Path("folder").mkdir()
+    result = run(*given)
+    assert (result.exit_code, words in " ".join(result.stderr.replace("│", " ").split())) == (code, True)
+
+
+def test_a_digest_is_never_cut_whatever_the_width(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = [split["sha256"] for split in json.loads(run("corpus", str(text), "--json").stdout)["splits"]]
+    for columns in ("80", "40"):
+        monkeypatch.setenv("COLUMNS", columns)
+        shown = run("corpus", str(text)).stdout.replace("\n", "")
+        assert all(digest in shown for digest in digests)
+
+
+def test_every_epoch_of_a_training_is_a_line_of_its_log(text: Path) -> None:
+    shown = run("train", "--corpus", str(text), *SMALL, "--epochs", "4").stdout
+    assert re.findall(r"^training · (\d)/4", shown, re.MULTILINE) == ["0", "1", "2", "3", "4"]
+    assert "run: seed=3, device=" in shown
+
+
 def test_training_needs_a_text_from_somewhere() -> None:
     assert run("train", "--epochs", "1").exit_code == 2
 
@@ -634,6 +667,16 @@ def test_presets_are_listed_and_shown_with_their_sources() -> None:
     assert "0.3" in rows["model.hidden_p"]["source"]
     assert "fraternal-wt2" in run("presets").stdout
     assert "known: ablation-ptb" in run("presets", "papers").stderr
+
+
+@pytest.mark.parametrize("out", ["folder", "file/best.tar", "/proc/best.tar"])
+def test_where_nothing_can_be_written_is_found_before_anything_is_trained(text: Path, out: str) -> None:
+    Path("folder").mkdir()
+    Path("file").touch()
+    result = run("train", "--corpus", str(text), *SMALL, "--out", out, "--force")
+    assert (result.exit_code, "epoch" in result.stdout) == (1, False)
+    assert f"{out} is a folder; name" in result.stderr or f"{out} cannot be written" in result.stderr
+    assert sorted(path.name for path in Path().iterdir()) == ["file", "folder"]
 
 
 def test_a_kappa_of_zero_is_zero(text: Path) -> None:
@@ -653,6 +696,59 @@ def test_a_kappa_of_zero_is_zero(text: Path) -> None:
         config = archive.extractfile("config.json")
         assert config is not None
         assert json.load(config)["regularization"]["kappa"] == 0
+
+
+ALTERED: dict[str, dict[str, Any]] = {
+    "no model": {"model": None},
+    "a model that is no object": {"model": "awd-lstm"},
+    "an unknown field of the model": {"model": {"colour": "red"}},
+    "a rate beyond 1": {"model": {"embed_p": 1.5}},
+    "sizes of another model": {"model": {"hidden_size": 17, "embedding_size": 15}},
+    "a seed in words": {"seed": "three"},
+    "a list of digests": {"corpus_sha256": ["a"]},
+    "a corpus of no kind": {"corpus": {"nam": "sotu"}},
+    "fine-tunings in words": {"finetunings": "two"},
+}
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["finetune"], ["generate", "--words", "1"]])
+@pytest.mark.parametrize("change", ALTERED.values(), ids=ALTERED)
+def test_what_a_checkpoint_says_of_itself_is_checked_by_every_command(
+    trained: Path, change: dict[str, Any], command: list[str]
+) -> None:
+    checkpoint = read_best(trained)
+    ((name, value),) = change.items()
+    if name == "model" and isinstance(value, dict):
+        value = {**checkpoint.config["model"], **value}
+    write_best(Path("altered.tar"), replace(checkpoint, config={**checkpoint.config, name: value}))
+    assert_refused(command)
+
+
+@pytest.mark.parametrize(
+    "command", [["evaluate", "--check"], ["evaluate", "--json"], ["finetune"], ["generate"]]
+)
+def test_weights_and_metrics_that_are_no_numbers_are_refused(trained: Path, command: list[str]) -> None:
+    checkpoint = read_best(trained)
+    broken = {name: torch.full_like(tensor, math.nan) for name, tensor in checkpoint.tensors.items()}
+    more = {**checkpoint.tensors, "more": torch.zeros(1)}
+    for altered in (
+        replace(checkpoint, tensors=broken),
+        replace(checkpoint, tensors=more),
+        replace(checkpoint, metrics={**checkpoint.metrics, "valid_loss": None}),
+        replace(checkpoint, metrics=[]),
+        replace(checkpoint, config=5),  # type: ignore[arg-type]
+    ):
+        write_best(Path("altered.tar"), altered)
+        assert_refused(command)
+
+
+def assert_refused(command: list[str]) -> None:
+    """In words, and with nothing written."""
+    result = run(command[0], "altered.tar", *command[1:])
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.exception
+    assert result.stderr.startswith("fraternal: ")
+    assert not result.stderr.rstrip().endswith(":"), "something is said after the colon"
+    assert not Path("finetuned.tar").exists()
 
 
 def test_a_checkpoint_that_says_it_is_huge_is_refused_before_it_takes_memory(trained: Path) -> None:

@@ -17,7 +17,16 @@ from scipy import stats
 from service.cli import with_overrides
 from service.client import FraternalClient
 from service.errors import CommandFailed
-from service.reproduce import Checkpoints, Notebook, _train, differing, kept_as_it_began, labels_of, validated
+from service.reproduce import (
+    Checkpoints,
+    Notebook,
+    _require_room,
+    _train,
+    differing,
+    kept_as_it_began,
+    labels_of,
+    validated,
+)
 from service.reproduction import (
     Curve,
     Measured,
@@ -428,13 +437,21 @@ def test_an_interrupted_reproduction_goes_on_with_its_sweep(tmp_path: Path) -> N
     assert len(first.curves[0].valid) == first.sweep.spec.training.epochs
 
 
-def test_what_was_measured_is_not_measured_again_but_for_another_sweep(tmp_path: Path) -> None:
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
-    Notebook(path, "s1").add(Measured(3, 1, 0, 4.0, 4.1))
-    assert Notebook(path, "s1").has(3, 1, 0, 0)
-    assert not Notebook(path, "s1").has(3, 2, 0, 0)
-    assert not Notebook(path, "s1").has(3, 1, 0, 1)
-    assert not Notebook(path, "s2").has(3, 1, 0, 0)
+    Notebook(path).add(Measured(3, 1, 0, 4.0, 4.1))
+    assert Notebook(path).has(3, 1, 0, 0)
+    assert not Notebook(path).has(3, 2, 0, 0)
+    assert not Notebook(path).has(3, 1, 0, 1)
+
+
+def test_a_result_is_not_replaced_by_another_one(tmp_path: Path) -> None:
+    labels = {"reproduces": "seeds", "scale": "tiny", "trials": "1"}
+    _require_room(tmp_path, labels)
+    (tmp_path / "manifest.json").write_text(json.dumps({"labels": labels}))
+    _require_room(tmp_path, labels)
+    with pytest.raises(CommandFailed, match=r"holds another result: seeds, tiny, .* name another --out"):
+        _require_room(tmp_path, {**labels, "trials": "2"})
 
 
 def test_fine_tuning_twice_starts_from_the_first_and_is_done_once(tmp_path: Path) -> None:

@@ -310,3 +310,10 @@ def test_killed_writer_always_leaves_a_whole_file(tmp_path: Path) -> None:
         writer.stdout.close()
         files = unpack(file.read_bytes(), str(file))
         assert files["weights"] == bytes([int(files["count"]) % 256]) * 200_000
+
+
+def test_a_file_that_cannot_take_its_place_leaves_no_part(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "folder", b"content")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

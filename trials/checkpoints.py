@@ -4,6 +4,7 @@ Tensors are safetensors, the rest is JSON and text: loading never executes anyth
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,9 +45,9 @@ def read_best(file: Path | BinaryIO) -> BestCheckpoint:
     try:
         return BestCheckpoint(
             tensors=safetensors.torch.load(files["model.safetensors"]),
-            config=json.loads(files["config.json"]),
+            config=_from_json(files, "config.json"),
             vocabulary=Vocabulary.from_text(files["vocabulary.txt"].decode()),
-            metrics=json.loads(files["metrics.json"]),
+            metrics=_from_json(files, "metrics.json"),
         )
     except KeyError as error:
         raise CorruptCheckpoint(f"{where} is no `best` checkpoint: it holds no {error.args[0]}") from error
@@ -77,6 +78,13 @@ def unpack_state(files: dict[str, bytes], where: str) -> tuple[dict[str, Tensor]
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _from_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    document = json.loads(files[name])
+    if not isinstance(document, dict):
+        raise ValueError(f"{name} holds no JSON object")
+    return document
 
 
 def _to_json(value: dict[str, Any]) -> bytes:

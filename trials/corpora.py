@@ -99,7 +99,7 @@ def _choose_shape(value: object) -> object:
     unknown = {str(key): value[key] for key in value if key not in shape.model_fields}
     if unknown:
         raise _unknown_fields(shape, unknown)
-    return shape.model_validate(value)
+    return shape.model_validate(value, strict=True)
 
 
 def _unknown_fields(shape: type[_Options], unknown: Mapping[str, object]) -> ValidationError:

@@ -91,11 +91,15 @@ def write_whole(path: Path, content: bytes) -> None:
     """Replace a file so that a crash at any moment leaves the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:  # the disk is full, or `path` is a folder
+        part.unlink(missing_ok=True)
+        raise
     _fsync_directory(path.parent)
 
 
