@@ -9,8 +9,6 @@ import pytest
 from trials.presets import DECLARED, PRESETS
 from trials.spec import SweepSpec, TrialConfig
 
-METHODS = sorted(set(PRESETS) - {"quickstart"})
-
 
 def leaves(value: Any, path: str = "") -> Iterator[str]:
     if isinstance(value, dict) and value:
@@ -34,7 +32,7 @@ def test_no_value_of_a_preset_lacks_a_source(name: str) -> None:
         assert any(leaf == field or leaf.startswith(f"{field}.") for field in sources), leaf
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_of_the_paper_leaves_nothing_to_defaults(name: str) -> None:
     config = config_of(name)
     plateau_only = {"lr_patience", "lr_factor"} if config.training.lr_schedule == "constant" else set()
