@@ -3,7 +3,7 @@
     .venv/bin/python -m benchmarks.step
     .venv/bin/python -m benchmarks.step --configurations ptb --regularizers fraternal --threads 1,2
 
-Each measurement is a process of its own; ours and the textbook's alternate, the order changing with the round,
+Each measurement is a process of its own; ours and the textbook alternate, the order changing with the round,
 and medians are shown with the ratio's range. CPU-seconds of random text of the configuration's vocabulary,
 windows of 70 steps. `shipped` is glibc's allocator as it is, `tuned` that of a sweep's workers. The floor is
 the matrix products of the same shapes and nothing else. Prints Markdown.
