@@ -21,10 +21,13 @@ SECONDS_TO_CANCEL = 15.0
 
 def run_quickstart(spec: dict[str, Any], data_dir: Path) -> int:
     """Returns the exit code: 0, 1 if the sweep did not succeed, 130 after a signal. Raises CommandFailed."""
-    console, signals = Console(highlight=False), Signals()
-    started = time.monotonic()
+    console, started = Console(highlight=False), time.monotonic()
     try:
-        with running_service(data_dir, signals, console) as client, _sweep(client, spec) as sweep:
+        with (
+            Signals() as signals,
+            running_service(data_dir, signals, console) as client,
+            _sweep(client, spec) as sweep,
+        ):
             print_addresses(client, sweep.id, console)
             succeeded = _follow_and_report(client, sweep, signals, console)
             if succeeded:

@@ -39,7 +39,7 @@ class Interrupted(Exception):
 
 
 class Signals:
-    """Notes SIGINT, SIGTERM and SIGHUP, however often they come, until its block ends."""
+    """Notes SIGINT, SIGTERM and SIGHUP, however often they come, until its block ends; then ignores more."""
 
     def __init__(self) -> None:
         self._noted = False
@@ -55,7 +55,8 @@ class Signals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # Who was asked to end is ending: another signal must not take its exit code away.
+            signal.signal(number, signal.SIG_IGN if self._noted else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True

@@ -552,7 +552,7 @@ def test_the_smallest_table_comes_out_of_the_command_line(tmp_path: Path) -> Non
     assert set(described["versions"]) == {"python", "fraternal", "torch", "ray", "optuna"}
     assert set(described["corpus"]["sha256"]) == {"train", "valid", "test"}
     assert len(set(described["seeds"].values())) == 2
-    assert "neither" in (tmp_path / "out" / "table.md").read_text()
+    assert "This is not the paper's scale, nor its corpus" in (tmp_path / "out" / "table.md").read_text()
     again = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "going on with sweep" in again.stdout
     assert json.loads((tmp_path / "out" / "table.json").read_text()) == document

@@ -17,6 +17,20 @@ def pid_of(data_dir: Path) -> int:
     return int((data_dir / "service.lock").read_text())
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_signal_on_the_way_out_does_not_change_how_an_interrupted_command_ends(asked: bool) -> None:
+    """Python itself gives up its handlers before the process is gone."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with Signals():
+            if asked:
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == (signal.SIG_IGN if asked else before)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+
+
 @pytest.mark.slow
 def test_each_command_talks_to_the_service_that_it_started(tmp_path: Path) -> None:
     """Also where several start at the same moment, each on a port of its own, and all of them go."""
