@@ -1,0 +1,34 @@
+"""Products with one matrix again and again, by the fastest way that is there."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Product = Callable[[Tensor], Tensor]
+
+
+def product_with(matrix_NK: Tensor, bias_N: Tensor | None = None) -> Product:
+    """x_MK -> x_MK @ matrix_NK.T + bias_N, without gradient.
+
+    On a CPU oneDNN lays the matrix out for its kernels once; its products are up to twice as fast as torch's
+    own there, where MKL knows the processor less well. What does so is private to torch, and done without
+    where it is not there.
+    """
+    if _packs(matrix_NK):
+        packed = torch.ops.mkldnn._reorder_linear_weight(matrix_NK)
+        return lambda x_MK: torch.ops.mkldnn._linear_pointwise(x_MK, packed, bias_N, "none", [], "")
+    matrix_KN = matrix_NK.t().contiguous()  # on a CPU 1.3 x faster than a transposed view
+    if bias_N is None:
+        return lambda x_MK: torch.mm(x_MK, matrix_KN)
+    return lambda x_MK: torch.addmm(bias_N, x_MK, matrix_KN)
+
+
+def _packs(matrix: Tensor) -> bool:
+    return (
+        matrix.device.type == "cpu"
+        and matrix.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
