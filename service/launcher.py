@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -36,6 +37,8 @@ DRIVER_ENVIRONMENT = {
 MARK = "FRATERNAL_DRIVER_OF"
 """Environment variable that marks a driver and all that it starts with the sweep's id."""
 LOG_TAIL_BYTES = 2000
+SECONDS_OF_EXEC = 0.05
+"""A process that is being started shows no environment for less than so long."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class LocalLauncher:
                 start_new_session=True,
             )
         self._children[child.pid] = child
+        _wait_for_mark(child, sweep_id)
         return {"pid": child.pid, "started": psutil.Process(child.pid).create_time()}
 
     def _environment(self, sweep_id: str) -> dict[str, str]:
@@ -113,11 +117,7 @@ class LocalLauncher:
             return False
 
     def end(self, sweep_id: str) -> None:
-        while left := marked_processes(MARK, sweep_id):  # a dying process may still have started one
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(left, timeout=2)
+        end_marked_processes(MARK, sweep_id)
         for child in self._children.values():
             child.poll()  # no zombies
         shutil.rmtree(_scratch(sweep_id), ignore_errors=True)
@@ -139,6 +139,16 @@ def _scratch(sweep_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
 
 
+def _wait_for_mark(child: "subprocess.Popen[bytes]", sweep_id: str) -> None:
+    """Until it can be found by its mark, or is gone: for a moment its environment reads as empty."""
+    until = time.monotonic() + 5
+    while child.poll() is None and time.monotonic() < until:
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(child.pid).environ().get(MARK) == sweep_id:
+                return
+        time.sleep(0.002)
+
+
 def marked_processes(mark: str, value: str) -> list[psutil.Process]:
     """Live processes that have this environment variable, from whatever they descend."""
     found = []
@@ -147,6 +157,19 @@ def marked_processes(mark: str, value: str) -> list[psutil.Process]:
             if process.environ().get(mark) == value and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def end_marked_processes(mark: str, value: str) -> None:
+    """Kill them all, and what they may still have started, whose mark cannot be read at once."""
+    looks_in_vain = 0
+    while looks_in_vain < 2:
+        left = marked_processes(mark, value)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=2)
+        looks_in_vain = 0 if left else looks_in_vain + 1
+        time.sleep(0 if left else SECONDS_OF_EXEC)
 
 
 def _visible_gpus() -> list[str]:

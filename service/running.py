@@ -17,12 +17,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-import psutil
 from rich.console import Console
 
 from service.client import ClientError, FraternalClient, ServiceUnreachable
 from service.errors import CommandFailed
-from service.launcher import marked_processes
+from service.launcher import end_marked_processes
 
 ANNOUNCED = re.compile(r"^API +(http://\S+)/v1/sweeps$", re.MULTILINE)
 """What a service prints once it listens."""
@@ -131,11 +130,7 @@ def _stop(process: subprocess.Popen[bytes], token: str) -> None:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(SECONDS_TO_STOP)
-    while left := marked_processes(MARK, token):
-        for survivor in left:
-            with suppress(psutil.NoSuchProcess):
-                survivor.kill()
-        psutil.wait_procs(left, timeout=1)
+    end_marked_processes(MARK, token)
     process.wait()
 
 

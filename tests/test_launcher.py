@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import service.launcher
 from service.launcher import LOG_TAIL_BYTES, MARK, LocalLauncher, _scratch, marked_processes
 from service.settings import Settings
 
@@ -104,6 +105,21 @@ def test_own_driver_is_alive_until_it_ends(launcher: LocalLauncher, sweep: str) 
     launcher.end(sweep)
     assert not launcher.is_alive(driver)
     assert not psutil.pid_exists(driver["pid"]), "no zombie is left"
+
+
+def test_a_process_whose_mark_cannot_be_read_at_first_is_ended_all_the_same(
+    launcher: LocalLauncher, sweep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel shows no environment of a process in the middle of its exec."""
+    looks = iter([True])
+    monkeypatch.setattr(
+        service.launcher,
+        "marked_processes",
+        lambda mark, value: [] if next(looks, False) else marked_processes(mark, value),
+    )
+    driver = launcher.launch(sweep, 1)
+    launcher.end(sweep)
+    assert not psutil.pid_exists(driver["pid"])
 
 
 def test_driver_is_found_again_by_another_launcher(
