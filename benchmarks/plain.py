@@ -2,7 +2,7 @@
 
 As one writes it from the papers, and as the released code does: a masked copy of the embedding table, nn.LSTM
 with its weights swapped, F.cross_entropy, torch.optim.SGD. Our own parameters and masks, so that the two can
-be compared in loss and gradients (`python -m benchmarks.plain`) and do the same work.
+be compared in loss and gradients (`largest_difference`, which step.py prints) and do the same work.
 """
 
 import torch

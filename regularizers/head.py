@@ -102,8 +102,7 @@ def _summed_by_chunks(
     """Cross-entropy + factor * squares, the cross-entropy, the first pass's alone, the squares penalised."""
     cross_entropies, squares = bias_V.new_zeros(len(hidden)), bias_V.new_zeros(())
     d_decoder_VH, d_bias_V, *d_hidden = map(torch.zeros_like, (decoder_VH, bias_V, *hidden))
-    decoder_HV = decoder_VH.t().contiguous()
-    to_logits, to_hidden = product_with(decoder_VH, bias_V), product_with(decoder_HV)
+    to_logits, to_hidden = product_with(decoder_VH, bias_V), product_with(decoder_VH.t())
     # Each chunk reads the decoder again: the wider that is, the more rows make up for it.
     rows = min(len(targets_N), max(FEWEST_ROWS, decoder_VH.shape[1]))
     for start in range(0, len(targets_N), rows):

@@ -143,20 +143,22 @@ def _wait_for_mark(child: "subprocess.Popen[bytes]", sweep_id: str) -> None:
     """Until it can be found by its mark, or is gone: for a moment its environment reads as empty."""
     until = time.monotonic() + 5
     while child.poll() is None and time.monotonic() < until:
-        with contextlib.suppress(psutil.Error):
-            if psutil.Process(child.pid).environ().get(MARK) == sweep_id:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if _has_mark(psutil.Process(child.pid), MARK, sweep_id):
                 return
-        time.sleep(0.002)
+        time.sleep(0.002)  # an exec takes about as long
 
 
 def marked_processes(mark: str, value: str) -> list[psutil.Process]:
     """Live processes that have this environment variable, from whatever they descend."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # gone, or somebody else's
-            if process.environ().get(mark) == value and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    return [process for process in psutil.process_iter() if _has_mark(process, mark, value)]
+
+
+def _has_mark(process: psutil.Process, mark: str, value: str) -> bool:
+    try:
+        return process.environ().get(mark) == value and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:  # gone, or somebody else's
+        return False
 
 
 def end_marked_processes(mark: str, value: str) -> None:
@@ -169,7 +171,7 @@ def end_marked_processes(mark: str, value: str) -> None:
                 process.kill()
         psutil.wait_procs(left, timeout=2)
         looks_in_vain = 0 if left else looks_in_vain + 1
-        time.sleep(0 if left else SECONDS_OF_EXEC)
+        time.sleep(0 if left else SECONDS_OF_EXEC)  # what is being started has its mark by then
 
 
 def _visible_gpus() -> list[str]:

@@ -347,10 +347,8 @@ def _train(task: Task, corpus: Corpus, out: Path, start: BestCheckpoint | None =
     began, best = time.monotonic(), start.metrics["valid_loss"] if start else math.inf
     kept = "the weights that it began with" if start else None
     try:
-        with (
-            _Interrupts() as interrupts,
-            ProgressDisplay(Console(), pause_s=0) as display,
-        ):  # on a pipe, every epoch is a line of the log
+        # On a pipe every epoch is a line: there, they are a log.
+        with _Interrupts() as interrupts, ProgressDisplay(Console(), pause_s=0) as display:
             display.show(of_training([], config.training.epochs, 0.0))
             for result in training.run(SECONDS_TO_INTERRUPT):
                 interrupts.check()

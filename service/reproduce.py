@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
@@ -164,8 +164,9 @@ def _train(
     sweep_id = found.id if found else client.create(body).id
     if found:
         console.print(f"going on with sweep {sweep_id}, {found.state}")
-        _require_text_in_place(client.get(sweep_id).spec)
-        for line in kept_as_it_began(validated(body), client.get(sweep_id).spec):
+        began_with = client.get(sweep_id).spec
+        _require_text_in_place(began_with)
+        for line in kept_as_it_began(validated(body), began_with):
             console.print(line, soft_wrap=True)
     print_addresses(client, sweep_id, console)
     follow(client, sweep_id, console, signals.pause)
@@ -238,6 +239,7 @@ def _measure(
     store = CheckpointStore(Settings.model_construct(data_dir=data_dir, store_url=None).resolved_store_url)
     device = "auto" if trained.sweep.spec.resources.gpus else "cpu"
     make = partial(finetune, data_dir=data_dir, device=device)
+    load_once = lru_cache(maxsize=1)(load_model)  # several stages in a row are of one checkpoint
     for trial in filter(_complete, trained.trials):
         files = Checkpoints(store, trained.sweep.id, trial.number, out / "checkpoints", make)
         for finetunes, masks, sample in stages(table, trial.arm):
@@ -246,7 +248,7 @@ def _measure(
             if not sample:
                 under = f"{masks} sampled masks" if masks else "mean mask"
                 console.print(f"trial {trial.number}, {trial.arm}: fine-tunings {finetunes}, {under}")
-            model = load_model(files.get(finetunes), corpus, device)
+            model = load_once(files.get(finetunes), corpus, device)
             found = losses(model, corpus, masks, trial.seed * MASK_SAMPLES + sample)
             notebook.add(Measured(trial.number, finetunes, masks, found.valid, found.test, sample))
     return tuple(notebook.measured)

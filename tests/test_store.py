@@ -225,18 +225,24 @@ def test_a_last_that_is_not_what_was_written_is_passed_over(
         assert lasts(store, "s1", 7) == left
 
 
+def crash_while_saving(
+    store: CheckpointStore, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(path: Path, content: bytes) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trials.store, "write_whole", crash)
+    with pytest.raises(KeyboardInterrupt):
+        store.save_last("s1", 0, files)
+
+
 def test_a_crash_between_the_two_renames_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(tmp_path.as_uri())
     store.save_last("s1", 0, FILES)
 
-    def crash(path: Path, content: bytes) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(trials.store, "write_whole", crash)
-    with pytest.raises(KeyboardInterrupt):
-        store.save_last("s1", 0, {"new": b"1"})
+    crash_while_saving(store, {"new": b"1"}, monkeypatch)
     assert lasts(store, "s1", 0) == [FILES]
 
 
@@ -250,12 +256,7 @@ def test_a_last_that_cannot_be_read_never_takes_the_place_of_the_one_before_it(
     (tmp_path / "s1" / "t00000" / "last.tar").write_bytes(b"scrap")
     assert lasts(store, "s1", 0) == [FILES]
 
-    def crash(path: Path, content: bytes) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(trials.store, "write_whole", crash)
-    with pytest.raises(KeyboardInterrupt):
-        store.save_last("s1", 0, {"newer": b"1"})
+    crash_while_saving(store, {"newer": b"1"}, monkeypatch)
     assert lasts(store, "s1", 0) == [FILES]
 
 

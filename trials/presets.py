@@ -192,9 +192,9 @@ _PAPER_SEARCH: Written = (
     (
         "budget.trials",
         412,
-        f"{ZOLNA}, Table 7 (FDvsELDresults): 203 and 208 runs; even, so that all are paired",
+        f"{_RESULTS}: 203 and 208 runs; even, so that all are paired",
     ),
-    ("baseline", 60.7, f"{ZOLNA}, Table 7 (FDvsELDresults): AWD-LSTM without fine-tuning"),
+    ("baseline", 60.7, f"{_RESULTS}: AWD-LSTM without fine-tuning"),
 )
 
 _MINUTES = f"{OURS}: minutes on two cores"
