@@ -303,7 +303,7 @@ def _pairs_remark(compared: tuple[str, str], pairs: Pairs) -> str:
     ties = f", {pairs.ties} ties" if pairs.ties else ""
     line = (
         f"Draws that completed in both: {compared[0]} better in {pairs.first_wins}, "
-        f"{compared[1]} in {pairs.second_wins}{ties}; sign test p = {pairs.p:.3f}"
+        f"{compared[1]} in {pairs.second_wins}{ties}; sign test {_p(pairs.p)}"
     )
     few = sign_test(decided, 0) >= SIGNIFICANT
     return f"{line}. {decided} decided pairs are too few for any claim." if few else f"{line}."
@@ -313,9 +313,13 @@ def comparison_line(comparison: Comparison) -> str:
     """Both shares with their intervals, Fisher's p, and the difference with its own."""
     between = f"[{_points(comparison.interval.low)}, {_points(comparison.interval.high)}]"
     return (
-        f"{_percent(comparison.first)} against {_percent(comparison.second)}; p = {comparison.p:.3f}; "
+        f"{_percent(comparison.first)} against {_percent(comparison.second)}; {_p(comparison.p)}; "
         f"difference {_points(comparison.difference)} points {between}"
     )
+
+
+def _p(value: float) -> str:
+    return f"p = {value:.3f}" if value >= 0.0005 else "p < 0.001"
 
 
 def _percent(proportion: Proportion) -> str:

@@ -86,6 +86,12 @@ def test_the_papers_search_table_reads_as_the_reference_states() -> None:
     )
 
 
+def test_no_p_reads_as_zero() -> None:
+    comparison = compare(Proportion(20, 20), Proportion(0, 20))
+    assert comparison is not None
+    assert "; p < 0.001; " in comparison_line(comparison)
+
+
 def test_about_450_trials_an_arm_would_settle_the_papers_question() -> None:
     comparison = compare(FD, ELD)
     assert comparison is not None
