@@ -295,7 +295,7 @@ def _comparison_remarks(compared: tuple[str, str], comparison: Comparison) -> It
         more = (
             f"; about {needed} trials an arm would find such a difference with 80 % power" if needed else ""
         )
-        yield f"These trials do not tell the two arms apart{more}."
+        yield f"By these counts the two arms cannot be told apart{more}."
 
 
 def _pairs_remark(compared: tuple[str, str], pairs: Pairs) -> str:
