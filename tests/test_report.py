@@ -208,7 +208,9 @@ def test_a_difference_that_may_be_chance_is_not_sold_as_one() -> None:
     report = report_of(
         {"fd": [10.0, 10.0, 30.0, 30.0, 30.0], "eld": [10.0, 30.0, 30.0, 30.0, 30.0]}, baseline=20
     )
-    assert any(remark.startswith("By these counts the two arms cannot be told apart") for remark in report.remarks)
+    assert any(
+        remark.startswith("By these counts the two arms cannot be told apart") for remark in report.remarks
+    )
 
 
 # Forms.
