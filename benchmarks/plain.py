@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from models.awd_lstm import AWDLSTM, Masks, State
+from models.awd_lstm import AWDLSTM, State
 from models.config import AWDLSTMConfig
+from models.masks import Masks
 from regularizers.config import Regularization
 from regularizers.losses import loss_parts
 

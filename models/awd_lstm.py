@@ -8,13 +8,17 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from models.config import AWDLSTMConfig
+from models.lstm import lstm
+from models.masks import Masks, draw_masks, nothing_dropped
 
 # What a GPU would do otherwise: compute in TF32 for float32, differ in the last bits from run to run, and say
 # at the first step that the weights are copied at every call, as masked weights must be.
@@ -24,22 +28,6 @@ warnings.filterwarnings("ignore", message="RNN module weights are not part of si
 
 State = tuple[tuple[Tensor, Tensor], ...]
 """(h, c) of each layer, each of shape (1, B, H)."""
-
-
-@dataclass(frozen=True)
-class Masks:
-    """Every mask of one pass: 0 or 1 / (1 - p), or None where nothing is dropped.
-
-    Locked masks have a first axis of 1: they are constant over time.
-    """
-
-    embed_V: Tensor | None
-    input_TBE: Tensor | None
-    hidden_1BH: tuple[Tensor | None, ...]
-    """One for each gap between two layers."""
-    output_TBH: Tensor | None
-    weights_4HH: tuple[Tensor | None, ...]
-    """One for each layer's hidden-to-hidden matrix, shared by batch and time."""
 
 
 @dataclass(frozen=True)
@@ -83,40 +71,41 @@ class AWDLSTM(nn.Module):
 
         return tuple((zeros(width), zeros(width)) for _, width in self.config.layer_sizes)
 
-    def draw_masks(self, batch_size: int, window_length: int, generator: torch.Generator) -> Masks:
-        """Masks for one pass over a window, from a generator on the model's device."""
-        config = self.config
-        steps = 1 if config.locked else window_length
-        *hidden, last = [width for _, width in config.layer_sizes]
+    def draw_masks(self, batch_size: int, window_length: int, key: int) -> Masks:
+        """Masks for one pass over a window; equal keys give equal masks."""
+        vocabulary_size = len(self.embedding)
+        return draw_masks(self.config, vocabulary_size, batch_size, window_length, key, like=self.embedding)
 
-        def draw(p: float, *shape: int) -> Tensor | None:
-            return (
-                self.embedding.new_empty(shape).bernoulli_(1 - p, generator=generator).div_(1 - p)
-                if p
-                else None
-            )
+    def forward(
+        self,
+        tokens_TB: Tensor,
+        state: State,
+        masks: Masks | None,
+        *,
+        dtype: torch.dtype | None = None,
+        recompute: bool = False,
+    ) -> Pass:
+        """One pass over a window from `state`; `masks=None` drops nothing.
 
-        return Masks(
-            embed_V=draw(config.embed_p, self.embedding.shape[0]),
-            input_TBE=draw(config.input_p, steps, batch_size, config.embedding_size),
-            hidden_1BH=tuple(draw(config.hidden_p, 1, batch_size, width) for width in hidden),
-            output_TBH=draw(config.output_p, steps, batch_size, last),
-            weights_4HH=tuple(draw(config.weight_p, 4 * width, width) for width in (*hidden, last)),
-        )
-
-    def forward(self, tokens_TB: Tensor, state: State, masks: Masks | None) -> Pass:
-        """One pass over a window from `state`; `masks=None` drops nothing."""
-        masks = masks or _nothing_dropped(len(self.lstms))
+        The products of the layers are computed in `dtype` where one is given. With `recompute`, what a layer
+        leaves for its gradient is not kept, but made again when that is wanted: the same numbers in less
+        memory.
+        """
+        masks = masks or nothing_dropped(len(self.lstms))
         hidden = F.embedding(tokens_TB, self.embedding)
         if masks.embed_V is not None:
             hidden = hidden * masks.embed_V[tokens_TB].unsqueeze(-1)
         hidden = _masked(hidden, masks.input_TBE)
         final = []
         lstms = cast("Iterable[nn.LSTM]", self.lstms)
-        layers = zip(lstms, state, masks.weights_4HH, (*masks.hidden_1BH, masks.output_TBH), strict=True)
-        for lstm, (h, c), weight_mask, output_mask in layers:
-            raw, (h, c) = _lstm(lstm, hidden, (h, c), weight_mask)
-            final.append((h.detach(), c.detach()))
+        layers = zip(lstms, state, masks.kept_4HH, (*masks.hidden_1BH, masks.output_TBH), strict=True)
+        for layer, before, kept_4HH, output_mask in layers:
+            run = partial(lstm, layer, hidden, before, kept_4HH, masks.weight_p, dtype)
+            # Nothing in a layer is random: masks are given.
+            raw, after = (
+                checkpoint(run, use_reentrant=False, preserve_rng_state=False) if recompute else run()
+            )
+            final.append(after)
             hidden = _masked(raw, output_mask)
         return Pass(raw, hidden, tuple(final))
 
@@ -132,21 +121,6 @@ class AWDLSTM(nn.Module):
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x * mask
-
-
-def _lstm(
-    layer: nn.LSTM, inputs: Tensor, state: tuple[Tensor, Tensor], weight_mask: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """As layer(inputs, state), where the masked hidden-to-hidden matrix stands in for the raw one."""
-    ((input_to_hidden, hidden_to_hidden, *biases),) = layer.all_weights
-    weights = (input_to_hidden, _masked(hidden_to_hidden, weight_mask), *biases)
-    # Its training form also where no gradient is wanted: cuDNN has no backward for the other one.
-    outputs, h, c = torch.lstm(inputs, state, weights, True, 1, 0.0, True, False, False)
-    return outputs, (h, c)
-
-
-def _nothing_dropped(layers: int) -> Masks:
-    return Masks(None, None, (None,) * (layers - 1), None, (None,) * layers)
 
 
 def _uniform(shape: Sequence[int], bound: float, generator: torch.Generator) -> Tensor:

@@ -1,13 +1,15 @@
 """The shape and the dropout rates of a model. No torch."""
 
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 Width = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
+Precision = Literal["float32", "tf32", "bf16"]
+"""What matrix products are computed in; see models.precision."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", use_attribute_docstrings=True))

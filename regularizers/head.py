@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from regularizers.products import product_with
+from models.products import Product, product_with
 
 FEWEST_ROWS = 128
 """Taken at once: enough for an efficient matrix product, few enough for their logits to stay in a cache."""
@@ -54,21 +54,26 @@ def head_losses(
     penalty: Penalty,
     kappa: float,
     second_gradient: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> HeadLosses:
     """The losses of one or two passes, whose hidden vectors are (N, H) each; in the words of the table.
 
-    Without `second_gradient` the logits of the second pass, which then has no target, are a constant.
+    Without `second_gradient` the logits of the second pass, which then has no target, are a constant. The
+    products that logits take part in are computed in `dtype` where one is given; those of a penalty without
+    logits never are, since it is a difference of numbers close to each other.
     """
     targeted = hidden if target == "mean" else hidden[:1]
     if penalty == "difference" and (len(targeted) == 1 or decoder_VH.shape[1] <= WIDEST_GRAM):
-        losses = head_losses(targeted, decoder_VH, bias_V, targets_N, target=target, penalty="none", kappa=0)
+        losses = head_losses(
+            targeted, decoder_VH, bias_V, targets_N, target=target, penalty="none", kappa=0, dtype=dtype
+        )
         first_NH, second_NH = hidden
         difference = mean_square_difference(
             first_NH, second_NH, decoder_VH, bias_V, second_gradient=second_gradient
         )
         return replace(losses, total=losses.total + kappa * difference, penalty=difference.detach())
     logits, tokens = len(targets_N) * len(bias_V), len(targets_N) * len(targeted)
-    summed = partial(_summed_by_chunks, targets_N, penalty, kappa * tokens / logits)
+    summed = partial(_summed_by_chunks, targets_N, penalty, kappa * tokens / logits, dtype)
     total, target_sum, first_sum, squares = _differentiable(summed, decoder_VH, bias_V, *targeted)
     return HeadLosses(total / tokens, target_sum / tokens, first_sum / len(targets_N), squares / logits)
 
@@ -94,6 +99,7 @@ def _summed_by_chunks(
     targets_N: Tensor,
     penalty: Penalty,
     factor: float,
+    dtype: torch.dtype | None,
     decoder_VH: Tensor,
     bias_V: Tensor,
     *hidden: Tensor,
@@ -102,13 +108,14 @@ def _summed_by_chunks(
     """Cross-entropy + factor * squares, the cross-entropy, the first pass's alone, the squares penalised."""
     cross_entropies, squares = bias_V.new_zeros(len(hidden)), bias_V.new_zeros(())
     d_decoder_VH, d_bias_V, *d_hidden = map(torch.zeros_like, (decoder_VH, bias_V, *hidden))
-    to_logits, to_hidden = product_with(decoder_VH, bias_V), product_with(decoder_VH.t())
+    to_logits, to_hidden = _product(decoder_VH, dtype, bias_V), _product(decoder_VH.t(), dtype)
+    cast_hidden = [hidden_NH if dtype is None else hidden_NH.to(dtype) for hidden_NH in hidden]
     # Each chunk reads the decoder again: the wider that is, the more rows make up for it.
     rows = min(len(targets_N), max(FEWEST_ROWS, decoder_VH.shape[1]))
     for start in range(0, len(targets_N), rows):
         chunk = slice(start, start + rows)
         targets_n1 = targets_N[chunk].unsqueeze(1)
-        logits = [to_logits(hidden_NH[chunk]) for hidden_NH in hidden]
+        logits = [to_logits(hidden_NH[chunk]) for hidden_NH in cast_hidden]
         if penalty != "none":
             combined_nV = torch.sub(logits[0], logits[1] if penalty == "difference" else 0)
             squares += torch.dot(combined_nV.view(-1), combined_nV.view(-1))
@@ -118,12 +125,26 @@ def _summed_by_chunks(
                 d_logits_nV = logits_nV.scatter_add_(1, targets_n1, logits_nV.new_full(targets_n1.shape, -1))
                 if sign:
                     d_logits_nV.add_(combined_nV, alpha=2 * factor * sign)
-                d_hidden[i][chunk] = to_hidden(d_logits_nV)
-                d_decoder_VH.addmm_(d_logits_nV.t(), hidden[i][chunk])
                 d_bias_V += d_logits_nV.sum(0)
+                if dtype is None:
+                    d_decoder_VH.addmm_(d_logits_nV.t(), hidden[i][chunk])
+                else:
+                    d_logits_nV = d_logits_nV.to(dtype)
+                    d_decoder_VH += torch.mm(d_logits_nV.t(), cast_hidden[i][chunk])
+                d_hidden[i][chunk] = to_hidden(d_logits_nV)
     total = cross_entropies.sum() + factor * squares
     made = (d_decoder_VH, d_bias_V, *d_hidden) if gradients else ()
     return (total, cross_entropies.sum(), cross_entropies[0].clone(), squares), made
+
+
+def _product(matrix_NK: Tensor, dtype: torch.dtype | None, bias_N: Tensor | None = None) -> Product:
+    """product_with, computed in dtype where one is given; what has a bias added is of the matrix's dtype."""
+    if dtype is None:
+        return product_with(matrix_NK, bias_N)
+    product, like = product_with(matrix_NK.to(dtype)), matrix_NK.dtype
+    if bias_N is None:
+        return product
+    return lambda x_MK: product(x_MK).to(like).add_(bias_N)
 
 
 def _cross_entropy_leaving_probabilities(logits_nV: Tensor, targets_n1: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ T time steps, B batch, V vocabulary, H width of the last layer's output.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from regularizers.config import Regularization
@@ -49,12 +50,18 @@ class LossParts:
 
 
 def loss_parts(
-    regularization: Regularization, first: Pass, second: Pass | None, decoder: Decoder, targets_TB: Tensor
+    regularization: Regularization,
+    first: Pass,
+    second: Pass | None,
+    decoder: Decoder,
+    targets_TB: Tensor,
+    dtype: torch.dtype | None = None,
 ) -> LossParts:
     """The loss of a window from its passes; `second` is None where the regularizer has no second pass.
 
     Means over T, B and V, not the sums of Zolna et al. 2018, eq. 1: the paper's kappa refers to means.
-    AR and TAR (Merity et al. 2017, §4.6) look at the first pass only.
+    AR and TAR (Merity et al. 2017, §4.6) look at the first pass only. The products that logits take part in
+    are computed in `dtype` where one is given.
     """
     declaration = regularization.declaration
     losses = head_losses(
@@ -66,6 +73,7 @@ def loss_parts(
         penalty=declaration.penalty,
         kappa=regularization.effective_kappa,
         second_gradient=regularization.second_pass_has_gradient,
+        dtype=dtype,
     )
     ar, tar = first.dropped_TBH.square().mean(), _temporal_activation(first.raw_TBH)
     total = losses.total

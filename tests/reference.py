@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.awd_lstm import AWDLSTM, Masks, State
+from models.awd_lstm import AWDLSTM, State
 from models.config import AWDLSTMConfig
+from models.masks import Masks
 from regularizers.config import Regularization
 
 Weights = dict[str, Tensor]
@@ -36,7 +37,7 @@ def reference_pass(
     def drop(x: Tensor, mask: Tensor | None) -> Tensor:
         return x if mask is None else x * mask
 
-    masks = masks or Masks(None, None, (None,) * (config.layers - 1), None, (None,) * config.layers)
+    masks = masks or Masks(None, None, (None,) * (config.layers - 1), None, (None,) * config.layers, 0)
     table_VE = weights["embedding"]
     if masks.embed_V is not None:
         table_VE = table_VE * masks.embed_V[:, None]
@@ -44,7 +45,10 @@ def reference_pass(
     raw = x_TBE
     final = []
     for layer in range(config.layers):
-        matrix = drop(weights[f"lstms.{layer}.weight_hh_l0"], masks.weights_4HH[layer])
+        kept = masks.kept_4HH[layer]
+        matrix = drop(
+            weights[f"lstms.{layer}.weight_hh_l0"], None if kept is None else kept / (1 - masks.weight_p)
+        )
         h, c = state[layer][0][0], state[layer][1][0]
         outputs = []
         for x_BE in x_TBE:
@@ -145,8 +149,8 @@ class MaskRecorder:
         self.drawn: list[Masks] = []
         self._draw_masks = model.draw_masks
 
-    def __call__(self, batch_size: int, window_length: int, generator: torch.Generator) -> Masks:
-        masks = self._draw_masks(batch_size, window_length, generator)
+    def __call__(self, batch_size: int, window_length: int, key: int) -> Masks:
+        masks = self._draw_masks(batch_size, window_length, key)
         if torch.is_grad_enabled():
             self.drawn.append(masks)
         return masks

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from regularizers import products
-from regularizers.products import product_with
+from models import products
+from models.products import product_with
 
 
 @pytest.mark.parametrize("packs", [True, False])

@@ -8,8 +8,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from models.awd_lstm import AWDLSTM, Masks, Pass, State
+from models.awd_lstm import AWDLSTM, Pass, State
 from models.config import AWDLSTMConfig
+from models.masks import Masks
 from regularizers.config import Regularization
 from regularizers.losses import LossParts, loss_parts
 from regularizers.table import REGULARIZERS, UnknownRegularizer, get_regularizer
@@ -45,7 +46,7 @@ class Window:
         self.first, self.second = self.masks(6), self.masks(7)
 
     def masks(self, seed: int) -> Masks:
-        return self.model.draw_masks(B, len(self.tokens_TB), seeded(seed))
+        return self.model.draw_masks(B, len(self.tokens_TB), seed)
 
     def run(self, masks: Masks | None) -> Pass:
         result: Pass = self.model(self.tokens_TB, self.state, masks)

@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.awd_lstm import AWDLSTM, Masks, Pass, State
+import models.lstm
+from models.awd_lstm import AWDLSTM, Pass, State
 from models.config import AWDLSTMConfig
+from models.masks import Masks
 from regularizers.config import Regularization
 from regularizers.losses import loss_parts
 from regularizers.table import REGULARIZERS
@@ -88,6 +90,17 @@ def test_a_step_and_its_loss_equal_the_reference(name: str, shape: str, alpha: f
     assert_equal_to_the_reference(name, shape, alpha, beta, "cpu")
 
 
+@EVERY
+@pytest.mark.parametrize("shape", [f"tied-1-locked-E={E}-H={E}", f"untied-3-unlocked-E={E}-H={H}"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_our_recurrence_and_recomputing_do_too(
+    name: str, shape: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models.lstm, "_ours_is_faster", lambda layer, inputs_TBI: True)
+    training = replace(TRAINING, recompute=recompute)
+    assert_equal_to_the_reference(name, shape, 2, 1, "cpu", training)
+
+
 @pytest.mark.gpu
 @EVERY
 @pytest.mark.parametrize("shape", [f"tied-1-locked-E={E}-H={E}", f"untied-3-unlocked-E={E}-H={H}"])
@@ -95,9 +108,11 @@ def test_on_a_gpu_too(name: str, shape: str) -> None:
     assert_equal_to_the_reference(name, shape, 2, 1, "cuda")
 
 
-def assert_equal_to_the_reference(name: str, shape: str, alpha: float, beta: float, device: str) -> None:
+def assert_equal_to_the_reference(
+    name: str, shape: str, alpha: float, beta: float, device: str, training_config: TrainingConfig = TRAINING
+) -> None:
     config, regularization = SHAPES[shape], replace(REGULARIZATIONS[name], alpha=alpha, beta=beta)
-    training, drawn, columns_TB = build(config, regularization, device=device)
+    training, drawn, columns_TB = build(config, regularization, training_config, device)
     model = model_of(shape).to(device)
     weights = initial = copied(training.model)
     state = model.zero_state(B)

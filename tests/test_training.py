@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import trials.training
-from models.awd_lstm import AWDLSTM, Masks, Pass, State
+from models.awd_lstm import AWDLSTM, Pass, State
 from models.config import AWDLSTMConfig
+from models.masks import Masks
 from regularizers.config import Regularization
 from regularizers.table import REGULARIZERS
 from tests.reference import MaskRecorder
@@ -180,7 +181,7 @@ def test_no_two_passes_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training.model, "draw_masks", recorder)
     list(training.epochs())
     assert len(recorder.drawn) == 2 * training.state()[1]["steps"]
-    every = [[m.embed_V, m.input_TBE, *m.hidden_1BH, m.output_TBH, *m.weights_4HH] for m in recorder.drawn]
+    every = [[m.embed_V, m.input_TBE, *m.hidden_1BH, m.output_TBH, *m.kept_4HH] for m in recorder.drawn]
     for same_place in zip(*every, strict=True):
         kept = {tuple(mask.flatten().tolist()) for mask in same_place if mask is not None}
         assert len(kept) == len(recorder.drawn)
@@ -367,7 +368,7 @@ def test_the_loss_of_a_long_stream_is_as_exact_as_that_of_a_short_one(
     """Every word costs log V here; in single precision, their sum would end more than 1e-6 of it off."""
     zeros = model.embedding.new_zeros(1, 1, MODEL.embedding_size)
 
-    def guessing(tokens_TB: Tensor, state: State, masks: Masks | None) -> Pass:
+    def guessing(tokens_TB: Tensor, state: State, masks: Masks | None, **how: Any) -> Pass:
         outputs = zeros.expand(len(tokens_TB), -1, -1)
         return Pass(outputs, outputs, state)
 
@@ -486,7 +487,7 @@ class States:
         self.zero: list[bool] = []
         forward = training.model.forward
 
-        def watching(tokens_TB: Tensor, state: State, masks: Masks | None) -> Pass:
+        def watching(tokens_TB: Tensor, state: State, masks: Masks | None, **how: Any) -> Pass:
             if torch.is_grad_enabled():
                 self.zero.append(all(not h.any() and not c.any() for h, c in state))
             return forward(tokens_TB, state, masks)

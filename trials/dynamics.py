@@ -6,6 +6,7 @@ R_FD = E |l(s) - l(s')|^2 = 2 Var l(s) (Remark 1), and R_FD <= 4 R_ELD, R_ELD = 
 linear, so no logits are made: differences are taken between hidden vectors.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +37,8 @@ class PredictionDynamics:
 
 
 @torch.no_grad()
-def prediction_dynamics(model: AWDLSTM, tokens_N: Tensor, generator: torch.Generator) -> PredictionDynamics:
-    """Measure on the first tokens of a text, from a zero state; `generator` is on the model's device."""
+def prediction_dynamics(model: AWDLSTM, tokens_N: Tensor, keys: Iterator[int]) -> PredictionDynamics:
+    """Measure on the first tokens of a text, from a zero state; `keys` are those of the masks."""
     columns = min(COLUMNS, len(tokens_N))
     steps = min(STEPS, len(tokens_N) // columns)
     tokens_TB = tokens_N[: columns * steps].view(columns, steps).t()
@@ -47,7 +48,7 @@ def prediction_dynamics(model: AWDLSTM, tokens_N: Tensor, generator: torch.Gener
         return result.dropped_TBH.flatten(0, 1)
 
     def hidden() -> Tensor:
-        masks = model.draw_masks(columns, steps, generator)
+        masks = model.draw_masks(columns, steps, next(keys))
         return flattened(model(tokens_TB, state, masks))
 
     def difference(one_NH: Tensor, other_NH: Tensor) -> float:

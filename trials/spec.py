@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError, to_json
 
-from models.config import AWDLSTMConfig, Rate
+from models.config import AWDLSTMConfig, Precision, Rate
 from regularizers.config import Regularization
 from trials.corpora import CorpusSpec
 from trials.presets import PRESETS
@@ -76,6 +76,12 @@ class TrainingConfig:
     averages from the first step and ends where nt-asgd would begin to."""
     non_monotone_interval: Annotated[int, Field(ge=0)] = 5
     """n of NT-ASGD, in epochs."""
+    precision: Precision = "float32"
+    """What the matrix products of a training step are computed in: `tf32` on NVIDIA GPUs from Ampere on,
+    `bf16` there and on CPUs with AVX-512 BF16 or AMX. Weights, losses and evaluation are float32 in each."""
+    recompute: bool = False
+    """Compute each layer once more for its gradient in place of keeping what that needs: the same numbers
+    with less memory, in more time."""
 
 
 class Choice(Wire):

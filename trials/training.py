@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.awd_lstm import AWDLSTM, Masks, Pass, State
+from models.awd_lstm import AWDLSTM, Pass, State
 from models.config import AWDLSTMConfig
+from models.masks import Masks
+from models.precision import product_dtype, require_precision, tf32_products
 from regularizers.config import Regularization
 from regularizers.losses import loss_parts
 from trials.averaging import RunningMean, averaging_starts, learning_rate
@@ -47,7 +49,7 @@ EVALUATION_WINDOW = 128
 PAUSE_SHARE = 40
 """A pause is followed by training for so many times its length: pauses cost 2.5 % of the time at most."""
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 """Of what `Training.state` returns."""
 
 MEASURED = ("optimised", "train_loss", "penalty", "ar", "tar", "gradient_norm")
@@ -123,8 +125,7 @@ def evaluate_mc(model: AWDLSTM, ids: Ids, masks: int, seed: int, window: int = E
     Each sample's masks stay what they are along the whole stream (Zolna et al. 2018, appendix, "sequence
     averaging"); where they are not locked, for as long as a window. A mean over one sample, too, drops.
     """
-    generator = torch.Generator(model.decoder_bias.device).manual_seed(_key(seed, MC_MASKS))
-    drawn = [model.draw_masks(1, window, generator) for _ in range(masks)]
+    drawn = [model.draw_masks(1, window, _key(seed, MC_MASKS, sample)) for sample in range(masks)]
     total = torch.zeros((), dtype=torch.float64, device=model.decoder_bias.device)
     for log_p_KT in _target_log_probabilities(model, ids, drawn, window):
         total -= (log_p_KT.logsumexp(0) - math.log(masks)).sum()
@@ -196,7 +197,8 @@ class _UnderWay:
 class Training:
     """Trains one model; at a pause and after an epoch, `state` has all that a new Training needs to go on.
 
-    Raises ValueError if the training split is too short for the batch size, or the validation split is.
+    Raises ValueError if the training split is too short for the batch size, or the validation split is;
+    UnsupportedPrecision if the device does not compute in the precision that is asked for.
     """
 
     def __init__(
@@ -217,6 +219,8 @@ class Training:
         self._regularization = regularization.completed(model_config.layers)
         self._seed = seed
         self._device = torch.device(device)
+        require_precision(training_config.precision, self._device)
+        self._product_dtype = product_dtype(training_config.precision)
         self._valid_ids = valid_ids
         self._columns_TB = _columns(_tokens(train_ids, self._device), training_config.batch_size)
         generator = torch.Generator().manual_seed(_key(seed, INITIAL_WEIGHTS))
@@ -400,17 +404,20 @@ class Training:
         return result
 
     def _dynamics(self, epoch: int) -> dict[str, float]:
-        generator = torch.Generator(self._device).manual_seed(_key(self._seed, DYNAMICS, epoch))
+        keys = (_key(self._seed, DYNAMICS, epoch, sample) for sample in itertools.count())
         tokens_N = _tokens(self._valid_ids[: COLUMNS * STEPS], self._device)
-        return dataclasses.asdict(prediction_dynamics(self.model, tokens_N, generator))
+        return dataclasses.asdict(prediction_dynamics(self.model, tokens_N, keys))
 
     def _step(self, inputs_TB: Tensor, targets_TB: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
         """Both passes start from `state`; the first one's final state is returned."""
-        first: Pass = self.model(inputs_TB, state, self._draw_masks(inputs_TB, 1))
-        second = self._second_pass(inputs_TB, state)
-        parts = loss_parts(self._regularization, first, second, self.model, targets_TB)
         self._optimiser.zero_grad()
-        torch.autograd.backward(parts.total)
+        with tf32_products(self._config.precision == "tf32"):
+            first = self._pass(inputs_TB, state, self._draw_masks(inputs_TB, 1))
+            second = self._second_pass(inputs_TB, state)
+            parts = loss_parts(
+                self._regularization, first, second, self.model, targets_TB, self._product_dtype
+            )
+            torch.autograd.backward(parts.total)
         gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip)
         for group in self._optimiser.param_groups:
             group["lr"] = lr * len(inputs_TB) / self._config.bptt
@@ -427,15 +434,16 @@ class Training:
             return None
         masks = self._draw_masks(inputs_TB, 2) if second_pass == "new_masks" else None
         with torch.set_grad_enabled(self._regularization.second_pass_has_gradient):
-            second: Pass = self.model(inputs_TB, state, masks)
-        return second
+            return self._pass(inputs_TB, state, masks)
+
+    def _pass(self, inputs_TB: Tensor, state: State, masks: Masks | None) -> Pass:
+        recompute = self._config.recompute and torch.is_grad_enabled()
+        result: Pass = self.model(inputs_TB, state, masks, dtype=self._product_dtype, recompute=recompute)
+        return result
 
     def _draw_masks(self, inputs_TB: Tensor, which_pass: int) -> Masks:
-        generator = torch.Generator(self._device).manual_seed(
-            _key(self._seed, MASKS, self._steps, which_pass)
-        )
         length, batch_size = inputs_TB.shape
-        return self.model.draw_masks(batch_size, length, generator)
+        return self.model.draw_masks(batch_size, length, _key(self._seed, MASKS, self._steps, which_pass))
 
     def _validate(self, epoch: int, model: AWDLSTM) -> float:
         loss = evaluate(model, self._valid_ids)
