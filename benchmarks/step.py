@@ -1,12 +1,15 @@
-"""One training step, ours beside the textbook way: time, memory, and the matrix products alone.
+"""Training steps, ours beside the textbook way: time, memory, and the matrix products alone.
 
-    .venv/bin/python -m benchmarks.step
-    .venv/bin/python -m benchmarks.step --configurations ptb --regularizers fraternal --threads 1,2
+    make bench
+    .venv/bin/python -m benchmarks.step --configurations ptb --regularizers fraternal --threads 1,2 --rounds 5
 
-Each measurement is a process of its own; ours and the textbook alternate, the order changing with the round,
-and medians are shown with the ratio's range. CPU-seconds of random text of the configuration's vocabulary,
-windows of 70 steps. `shipped` is glibc's allocator as it is, `tuned` that of a sweep's workers. The floor is
-the matrix products of the same shapes and nothing else. Prints Markdown.
+Each way has a process of its own, which stays; they take a few steps in turn, in an order that changes with
+the round, and medians are shown, with the range of the ratio. CPU-seconds of steps alone, no validation, on
+random text of the configuration's vocabulary in windows of 70 steps. `shipped` is glibc's allocator as it is;
+everything else runs with that of a sweep's workers. The floor is the matrix products of the same shapes and
+nothing else. fastai, for the plain model, where it is installed (benchmarks/fastai-requirements.txt).
+
+The peak memory of a step, beyond what was resident before it, is that of a process of its own. In Markdown.
 """
 
 import argparse
@@ -17,21 +20,25 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from benchmarks.peer import fastai_step, is_installed
 from benchmarks.plain import PlainStep, largest_difference
 from models.awd_lstm import AWDLSTM
-from models.config import AWDLSTMConfig
+from models.config import AWDLSTMConfig, Precision
+from models.precision import UnsupportedPrecision, require_precision
 from regularizers.config import Regularization
 from service.launcher import DRIVER_ENVIRONMENT
 from trials.spec import TrainingConfig
-from trials.training import Training
+from trials.training import Training, _UnderWay
 
 BPTT = 70
 
@@ -46,43 +53,45 @@ class Configuration:
 
 
 CONFIGURATIONS = {
-    "small": Configuration(AWDLSTMConfig(64, 64, 1), 10_000, 20, 20),
-    "medium": Configuration(AWDLSTMConfig(200, 200, 1), 10_000, 20, 10),
-    "ptb": Configuration(AWDLSTMConfig(), 10_000, 20, 2),
+    "small": Configuration(AWDLSTMConfig(64, 64, 1), 10_000, 20, 10),
+    "medium": Configuration(AWDLSTMConfig(200, 200, 1), 10_000, 20, 5),
+    "ptb": Configuration(AWDLSTMConfig(), 10_000, 20, 1),
     "wt2": Configuration(AWDLSTMConfig(), 33_278, 40, 1),
 }
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """What a worker is asked for."""
+class Way:
+    """What a worker takes steps by."""
 
-    way: str
+    name: str
     configuration: str
     regularizer: str
-    threads: int
-    allocator: str
-    what: str = "time"
-    """Or memory."""
+    eld_stop_gradient: bool = True
+    threads: int = 1
+    allocator: str = "tuned"
+    precision: Precision = "float32"
+    recompute: bool = False
 
 
 # In a worker.
 
 
-def measure(asked: Measurement) -> float:
-    """CPU-seconds a token, or bytes of a step's peak beyond what was resident before it."""
-    torch.set_num_threads(asked.threads)
-    configuration = CONFIGURATIONS[asked.configuration]
-    steps = configuration.steps if asked.what == "time" else 1
-    take = WAYS[asked.way](configuration, Regularization(asked.regularizer), steps)
-    if asked.what == "memory":
-        before = _resident("VmRSS")
-        take()
-        return _resident("VmHWM") - before
-    take()  # what is allocated and built once
-    began = time.process_time()
-    take()
-    return (time.process_time() - began) / (steps * BPTT * configuration.batch_size)
+def work(way: Way) -> None:
+    """Answer each line on stdin by CPU-seconds a token, or by bytes of a step's peak."""
+    torch.set_num_threads(way.threads)
+    configuration = CONFIGURATIONS[way.configuration]
+    take = BUILDERS[way.name](way, configuration)
+    for line in sys.stdin:
+        if line.strip() == "memory":
+            before = _resident("VmRSS")
+            take(1)
+            answer: float = _resident("VmHWM") - before
+        else:
+            began = time.process_time()
+            take(configuration.steps)
+            answer = (time.process_time() - began) / (configuration.steps * BPTT * configuration.batch_size)
+        print(answer, flush=True)
 
 
 def _resident(name: str) -> int:
@@ -92,40 +101,68 @@ def _resident(name: str) -> int:
     return int(found[1]) * 1024
 
 
-def _text(configuration: Configuration, steps: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    size = configuration.batch_size * (steps * BPTT + 1)
-    return np.random.default_rng(1).integers(0, configuration.vocabulary_size, size, dtype=np.int32)
+def _columns(configuration: Configuration) -> "np.ndarray[Any, np.dtype[np.int32]]":
+    """(B, T + 1), one for each step."""
+    shape = (configuration.batch_size, configuration.steps * BPTT + 1)
+    return np.random.default_rng(1).integers(0, configuration.vocabulary_size, shape, dtype=np.int32)
 
 
-def _ours(configuration: Configuration, regularization: Regularization, steps: int) -> Callable[[], Any]:
-    text = _text(configuration, steps)
+def _windows(configuration: Configuration, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    columns_TB = torch.from_numpy(_columns(configuration).astype(np.int64)).t().contiguous()
+    for start in range(0, steps * BPTT, BPTT):
+        yield columns_TB[start : start + BPTT], columns_TB[start + 1 : start + BPTT + 1]
+
+
+def _regularization(way: Way) -> Regularization:
+    return Regularization(way.regularizer, eld_stop_gradient=way.eld_stop_gradient)
+
+
+def _ours(way: Way, configuration: Configuration) -> Callable[[int], Any]:
+    text = _columns(configuration).flatten()
     config = TrainingConfig(
-        epochs=100_000, batch_size=configuration.batch_size, bptt=BPTT, windows="fixed", averaging="none"
+        batch_size=configuration.batch_size,
+        bptt=BPTT,
+        windows="fixed",
+        averaging="none",
+        precision=way.precision,
+        recompute=way.recompute,
     )
     size = configuration.vocabulary_size
-    training = Training(configuration.model, config, regularization, size, text, text[:2], 1)
-    epochs = training.epochs()
-    return lambda: next(epochs)
+    training = Training(configuration.model, config, _regularization(way), size, text, text[:2], 1)
 
-
-def _plain(configuration: Configuration, regularization: Regularization, steps: int) -> Callable[[], Any]:
-    ids = torch.from_numpy(_text(configuration, steps).astype(np.int64))
-    columns_TB = ids.view(configuration.batch_size, -1).t().contiguous()
-    generator = torch.Generator().manual_seed(1)
-    model = AWDLSTM(configuration.model, configuration.vocabulary_size, generator)
-    step = PlainStep(model, regularization, 30.0, 0.25, 1.2e-6).step
-
-    def take() -> None:
-        state = model.zero_state(configuration.batch_size)
-        for start in range(0, steps * BPTT, BPTT):
-            end = start + BPTT
-            state = step(columns_TB[start:end], columns_TB[start + 1 : end + 1], state, generator)
+    def take(steps: int) -> None:
+        under_way = _UnderWay(training.model.zero_state(configuration.batch_size))
+        training._take_steps(under_way, [BPTT] * steps, [False] * steps, 0, config.lr, float("inf"))
 
     return take
 
 
-def _floor(configuration: Configuration, regularization: Regularization, steps: int) -> Callable[[], Any]:
+def _textbook(way: Way, configuration: Configuration) -> Callable[[int], Any]:
+    generator = torch.Generator().manual_seed(1)
+    model = AWDLSTM(configuration.model, configuration.vocabulary_size, generator)
+    step = PlainStep(model, _regularization(way), 30.0, 0.25, 1.2e-6).step
+
+    def take(steps: int) -> None:
+        state = model.zero_state(configuration.batch_size)
+        for inputs_TB, targets_TB in _windows(configuration, steps):
+            state = step(inputs_TB, targets_TB, state, generator)
+
+    return take
+
+
+def _fastai(way: Way, configuration: Configuration) -> Callable[[int], Any]:
+    step = fastai_step(configuration.model, configuration.vocabulary_size)
+
+    def take(steps: int) -> None:
+        for inputs_TB, targets_TB in _windows(configuration, steps):
+            step(inputs_TB, targets_TB)
+
+    return take
+
+
+def _floor(way: Way, configuration: Configuration) -> Callable[[int], Any]:
     """Forward, and both gradients, of each product; a pass without gradient has the first of the three."""
+    regularization = _regularization(way)
     declaration = regularization.declaration
     backward = [True]
     if declaration.second_pass != "none":
@@ -146,9 +183,13 @@ def _floor(configuration: Configuration, regularization: Regularization, steps: 
             product(configuration.batch_size, outputs, 4 * outputs, BPTT, with_backward)
     for with_backward in heads:
         product(tokens, configuration.model.layer_sizes[-1][1], size, 1, with_backward)
-    matrices = [(torch.randn(m, k), torch.randn(k, n), torch.empty(m, n), often) for m, k, n, often in shapes]
+    dtype = torch.bfloat16 if way.precision == "bf16" else torch.float32
+    matrices = [
+        (torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype), torch.empty(m, n, dtype=dtype), often)
+        for m, k, n, often in shapes
+    ]
 
-    def take() -> None:
+    def take(steps: int) -> None:
         for _ in range(steps):
             for one, other, out, often in matrices:
                 for _ in range(often):
@@ -157,9 +198,10 @@ def _floor(configuration: Configuration, regularization: Regularization, steps: 
     return take
 
 
-WAYS: dict[str, Callable[[Configuration, Regularization, int], Callable[[], Any]]] = {
+BUILDERS: dict[str, Callable[[Way, Configuration], Callable[[int], Any]]] = {
     "ours": _ours,
-    "textbook": _plain,
+    "textbook": _textbook,
+    "fastai": _fastai,
     "floor": _floor,
 }
 
@@ -167,58 +209,99 @@ WAYS: dict[str, Callable[[Configuration, Regularization, int], Callable[[], Any]
 # In the parent.
 
 
-def ask(asked: Measurement) -> float:
-    tuned = {name: value for name, value in DRIVER_ENVIRONMENT.items() if name.startswith("MALLOC_")}
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")},
-        **(tuned if asked.allocator == "tuned" else {}),
-        "OMP_NUM_THREADS": str(asked.threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.step", "--worker", json.dumps(asked.__dict__)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return float(ended.stdout)
+class Worker:
+    """A process that takes steps when asked."""
+
+    def __init__(self, way: Way) -> None:
+        tuned = {name: value for name, value in DRIVER_ENVIRONMENT.items() if name.startswith("MALLOC_")}
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")},
+            **(tuned if way.allocator == "tuned" else {}),
+            "OMP_NUM_THREADS": str(way.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.step", "--worker", json.dumps(asdict(way))],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, what: str) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(what, file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+    def end(self) -> None:
+        self._process.communicate()
 
 
-def alternate(asked: Iterable[Measurement], rounds: int) -> dict[Measurement, list[float]]:
-    found: dict[Measurement, list[float]] = {one: [] for one in asked}
-    for number in range(rounds):
-        for one in list(found)[:: 1 if number % 2 == 0 else -1]:
-            found[one].append(ask(one))
+@contextmanager
+def workers(ways: list[Way]) -> Iterator[dict[Way, Worker]]:
+    with ExitStack() as stack:
+        started = {}
+        for way in ways:
+            started[way] = Worker(way)
+            stack.callback(started[way].end)
+        yield started
+
+
+def times_of(ways: list[Way], rounds: int) -> dict[Way, list[float]]:
+    found: dict[Way, list[float]] = {way: [] for way in ways}
+    with workers(ways) as each:
+        for worker in each.values():
+            worker.ask("time")  # what is allocated and built once
+        for number in range(rounds):
+            for way in ways[:: 1 if number % 2 == 0 else -1]:
+                found[way].append(each[way].ask("time"))
     return found
 
 
-def row(configuration: str, regularizer: str, threads: int, rounds: int) -> str:
-    ours = Measurement("ours", configuration, regularizer, threads, "tuned")
-    textbook = replace(ours, way="textbook")
-    shipped, floor = replace(textbook, allocator="shipped"), replace(ours, way="floor")
-    times = alternate([ours, textbook, shipped, floor], rounds)
-    memory = alternate([replace(one, what="memory") for one in (ours, textbook)], min(rounds, 3))
-    peaks = [median(values) / 2**20 for values in memory.values()]
+def peak_of(way: Way, rounds: int) -> float:
+    """MiB, of processes of their own: a second step has its memory already."""
+    peaks = []
+    for _ in range(rounds):
+        with workers([way]) as each:
+            peaks.append(each[way].ask("memory") / 2**20)
+    return median(peaks)
+
+
+def row(ours: Way, rounds: int) -> str:
+    textbook = replace(ours, name="textbook", precision="float32")
+    shipped, floor = replace(textbook, allocator="shipped"), replace(ours, name="floor")
+    ways = [ours, textbook, shipped, floor]
+    fastai = replace(textbook, name="fastai")
+    if ours.regularizer == "none" and is_installed():
+        ways.append(fastai)
+    times = times_of(ways, rounds)
+    recomputing = replace(ours, recompute=True)
+    peaks = [peak_of(way, min(rounds, 3)) for way in (ours, recomputing, textbook)]
     cells = [
-        *[configuration, regularizer, str(threads)],
-        *(f"{1 / median(times[one]):,.0f}" for one in (ours, textbook, shipped)),
+        ours.configuration,
+        ours.regularizer + ("" if ours.eld_stop_gradient else ", gradient flowing"),
+        ours.precision,
+        str(ours.threads),
+        *(f"{1 / median(times[way]):,.0f}" for way in (ours, textbook, shipped)),
         *(_ratio(times[other], times[ours]) for other in (textbook, shipped)),
+        _ratio(times[fastai], times[ours]) if fastai in times else "–",
         _ratio(times[ours], times[floor]),
-        *(f"{peak:,.0f}" for peak in peaks),
-        f"{peaks[0] / peaks[1]:.2f}",
+        " / ".join(f"{peak:,.0f}" for peak in peaks),
+        " / ".join(f"{peak / peaks[-1]:.2f}" for peak in peaks[:2]),
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def _ratio(one: list[float], other: list[float]) -> str:
     each = [a / b for a, b in zip(one, other, strict=True)]
-    return f"{median(one) / median(other):.2f} ({min(each):.2f}–{max(each):.2f})"
+    return f"{median(each):.2f} ({min(each):.2f}–{max(each):.2f})"
 
 
 HEAD = (
-    *("configuration", "regularizer", "threads", "ours, tokens/CPU-s", "textbook, tuned", "shipped"),
-    *("against tuned", "against shipped", "ours over the floor", "ours, MiB", "textbook, MiB", "ratio"),
+    *("configuration", "regularizer", "precision", "threads"),
+    *("ours, tokens/CPU-s", "textbook, tuned", "shipped", "against tuned", "against shipped"),
+    *("against fastai", "over the floor", "MiB: ours / recomputing / textbook", "of the textbook's"),
 )
 
 
@@ -226,25 +309,48 @@ def names(written: str) -> list[str]:
     return written.split(",")
 
 
+def processor() -> str:
+    with open("/proc/cpuinfo") as lines:
+        found = re.search(r"^model name\s*: (.*)$", lines.read(), re.MULTILINE)
+    capabilities = torch.cpu.get_capabilities()
+    has = [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if capabilities.get(name)]
+    return f"{found[1] if found else platform.machine()} ({', '.join(has)})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--configurations", type=names, default=list(CONFIGURATIONS))
-    parser.add_argument("--regularizers", type=names, default=["fraternal", "expectation_linear", "none"])
+    parser.add_argument(
+        "--regularizers",
+        type=names,
+        default=["fraternal", "expectation_linear", "expectation_linear+gradient", "none"],
+    )
+    parser.add_argument("--precisions", type=names, default=["float32"])
     parser.add_argument("--threads", type=names, default=["1"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        print(measure(Measurement(**json.loads(given.worker))))
+        work(Way(**json.loads(given.worker)))
         return
-    differences = [largest_difference(Regularization(name)) for name in given.regularizers]
-    print(f"torch {torch.__version__}, {platform.machine()}, medians of {given.rounds} alternating runs.")
+    regularizers = [(name.split("+")[0], "+" not in name) for name in given.regularizers]
+    differences = [
+        largest_difference(Regularization(name, eld_stop_gradient=stop)) for name, stop in regularizers
+    ]
+    print(f"torch {torch.__version__}, {processor()}, medians of {given.rounds} alternating runs.")
     print(f"In float64 the two ways differ by {max(differences):.0e} in loss and gradients.\n")
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     for configuration in given.configurations:
-        for regularizer in given.regularizers:
-            for threads in given.threads:
-                print(row(configuration, regularizer, int(threads), given.rounds), flush=True)
+        for regularizer, stop in regularizers:
+            for precision in given.precisions:
+                try:
+                    require_precision(precision, torch.device("cpu"))
+                except UnsupportedPrecision as error:
+                    print(f"\n{error}\n", flush=True)
+                    continue
+                for threads in given.threads:
+                    ours = Way("ours", configuration, regularizer, stop, int(threads), precision=precision)
+                    print(row(ours, given.rounds), flush=True)
 
 
 if __name__ == "__main__":
