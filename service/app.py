@@ -31,7 +31,7 @@ from service.reconciler import Reconciler
 from service.routes import ROUTERS
 from service.settings import Settings
 from service.sweeps import build_controller
-from trials.spec import SweepSpec
+from trials.spec import SweepRequest
 
 MAX_BODY_BYTES = 1024 * 1024
 
@@ -163,7 +163,7 @@ def _refusal(request: Request, error: ServiceError, problems: list[Problem]) -> 
 
 @cache
 def _spec_schema() -> Schema:
-    return SweepSpec.model_json_schema()
+    return SweepRequest.model_json_schema()
 
 
 def _with_problem_media_type(description: dict[str, Any]) -> dict[str, Any]:

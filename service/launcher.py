@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -36,6 +37,8 @@ DRIVER_ENVIRONMENT = {
 }
 MARK = "FRATERNAL_DRIVER_OF"
 """Environment variable that marks a driver and all that it starts with the sweep's id."""
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+"""Of x86 and of ARM, in /proc/cpuinfo."""
 LOG_TAIL_BYTES = 2000
 SECONDS_OF_EXEC = 0.05
 """A process that is being started shows no environment for less than so long."""
@@ -47,6 +50,8 @@ class Capacity:
 
     cpus: float
     gpus: float
+    cpus_have_bf16: bool = False
+    """Whether they compute in bfloat16, as models.precision finds it."""
 
 
 class Launcher(Protocol):
@@ -75,7 +80,9 @@ class LocalLauncher:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def capacity(self) -> Capacity:
-        return Capacity(cpus=len(os.sched_getaffinity(0)), gpus=len(_visible_gpus()))
+        return Capacity(
+            cpus=len(os.sched_getaffinity(0)), gpus=len(_visible_gpus()), cpus_have_bf16=_cpus_have_bf16()
+        )
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
         scratch = _scratch(sweep_id)
@@ -172,6 +179,13 @@ def end_marked_processes(mark: str, value: str) -> None:
         psutil.wait_procs(left, timeout=2)
         looks_in_vain = 0 if left else looks_in_vain + 1
         time.sleep(0 if left else SECONDS_OF_EXEC)  # what is being started has its mark by then
+
+
+def _cpus_have_bf16() -> bool:
+    """By the kernel's list of what they can do: torch, which knows, is not loaded here."""
+    with open("/proc/cpuinfo") as lines:
+        found = re.search(r"^(?:flags|Features)\s*:(.*)$", lines.read(), re.MULTILINE)
+    return found is not None and not BF16_FLAGS.isdisjoint(found[1].split())
 
 
 def _visible_gpus() -> list[str]:

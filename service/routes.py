@@ -10,7 +10,7 @@ from service.downloads import download
 from service.problems import ProblemDocument
 from service.schemas import Health, SweepDetail, SweepList, SweepView, TrialDetail, TrialList, TrialView
 from service.sweeps import SweepController
-from trials.spec import SweepSpec
+from trials.spec import SweepRequest
 
 SweepId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Identity of a sweep.")]
 TrialNumber = Annotated[int, Path(ge=0, lt=2**31, description="0-based number within the sweep.")]
@@ -58,7 +58,7 @@ health = APIRouter(tags=["health"])
 
 
 @sweeps.post("", status_code=201, responses=BAD_SPEC, dependencies=[Depends(_require_json)])
-def create_sweep(spec: SweepSpec, controller: Controller, response: Response) -> SweepDetail:
+def create_sweep(spec: SweepRequest, controller: Controller, response: Response) -> SweepDetail:
     """Ask for a sweep. It is queued, and runs when its turn comes."""
     sweep = controller.create(spec)
     response.headers["location"] = f"/v1/sweeps/{sweep.id}"

@@ -1,4 +1,4 @@
-"""What the API answers. The request shape is `trials.spec.SweepSpec`, not repeated here."""
+"""What the API answers. The request shape is `trials.spec.SweepRequest`, not repeated here."""
 
 import math
 from datetime import datetime

@@ -19,6 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from service.errors import IllegalMove, InvalidSpec, NoCheckpointYet, Problem, TrialNotFound
 from service.launcher import Launcher
 from service.records import Records, SweepRecord, aware, migrate, now, open_engine
+from service.resources import placed, problems_with
 from service.schemas import (
     TERMINAL_STATES,
     EpochView,
@@ -67,10 +68,12 @@ class SweepController:
         self._launcher = launcher
         self._data_dir = data_dir
 
-    def create(self, spec: SweepSpec) -> SweepDetail:
+    def create(self, request: SweepSpec) -> SweepDetail:
         """Queue a sweep. Raises InvalidSpec where it could not run here; nothing is written then."""
+        capacity = self._launcher.capacity()
+        spec = placed(request, capacity)
         corpus, problems = self._check_corpus(spec)
-        problems += self._check_resources(spec)
+        problems += problems_with(spec, capacity)
         if problems:
             raise InvalidSpec(problems)
         record = self.records.add_sweep(
@@ -85,20 +88,6 @@ class SweepController:
         except CorpusError as error:
             return None, [Problem(f"/corpus{error.pointer}", "corpus_unusable", str(error))]
         return corpus, []
-
-    def _check_resources(self, spec: SweepSpec) -> list[Problem]:
-        capacity = self._launcher.capacity()
-        asked = {"cpus": spec.resources.cpus, "gpus": spec.resources.gpus}
-        there = {"cpus": capacity.cpus, "gpus": capacity.gpus}
-        return [
-            Problem(
-                f"/resources/{kind}",
-                "resources_infeasible",
-                f"a trial asks for {asked[kind]:g} {kind}, but there are {there[kind]:g}; ask for no more",
-            )
-            for kind in asked
-            if asked[kind] > there[kind]
-        ]
 
     def list_sweeps(self) -> list[SweepView]:
         """All sweeps, the newest first."""

@@ -201,14 +201,14 @@ def states(storage: Any) -> list[TrialState]:
 class MemoryLauncher:
     """service.launcher.Launcher whose drivers are entries of a dict, and do nothing."""
 
-    def __init__(self, cpus: float = 4, gpus: float = 0) -> None:
+    def __init__(self, cpus: float = 4, gpus: float = 0, cpus_have_bf16: bool = False) -> None:
         self.calls: list[str] = []
         self.alive: dict[str, int] = {}
         """Generation of each sweep's living driver."""
         self.broken: set[str] = set()
         """Sweeps whose drivers cannot be started."""
         self.log = ""
-        self._capacity = Capacity(cpus, gpus)
+        self._capacity = Capacity(cpus, gpus, cpus_have_bf16)
 
     def capacity(self) -> Capacity:
         return self._capacity

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import service.launcher
+from models.precision import UnsupportedPrecision, require_precision
 from service.launcher import LOG_TAIL_BYTES, MARK, LocalLauncher, _scratch, marked_processes
 from service.settings import Settings
 
@@ -252,6 +254,15 @@ def test_binary_log_is_told_in_characters_that_any_database_takes(
     words = launcher.log_tail(sweep)
     assert "\0" not in words
     words.encode()
+
+
+def test_the_launcher_and_torch_agree_on_whether_cpus_compute_in_bfloat16(launcher: LocalLauncher) -> None:
+    try:
+        require_precision("bf16", torch.device("cpu"))
+    except UnsupportedPrecision:
+        assert not launcher.capacity().cpus_have_bf16
+    else:
+        assert launcher.capacity().cpus_have_bf16
 
 
 def test_capacity_is_what_this_process_may_use(

@@ -76,6 +76,24 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, int]] = [
         "fraternal",
         31,
     ),
+    (
+        {"embedding_size": 300, "hidden_size": 1100, "layers": 3},
+        {"batch_size": 40, "bptt": 35, "averaging": "none"},
+        "fraternal",
+        1_000,
+    ),
+    (
+        {"embedding_size": 300, "hidden_size": 1100, "layers": 3},
+        {"batch_size": 40, "bptt": 35, "averaging": "none", "recompute": True},
+        "fraternal",
+        1_000,
+    ),
+    (
+        {"embedding_size": 200, "hidden_size": 300, "layers": 4},
+        {"batch_size": 60, "bptt": 70, "averaging": "none", "recompute": True},
+        "pi_model",
+        1_000,
+    ),
 ]
 
 
@@ -121,6 +139,11 @@ def test_more_of_anything_takes_more() -> None:
         trial({}, {"batch_size": 200}, "none"), 10_000
     )
     assert peak_bytes(trial({}, {"averaging": "none"}, "none"), 10_000) < peak_bytes(base, 10_000)
+    for regularizer in ("none", "fraternal"):
+        large, recomputing = (
+            trial({}, {"batch_size": 80, "recompute": recompute}, regularizer) for recompute in (False, True)
+        )
+        assert peak_bytes(recomputing, 10_000) < peak_bytes(large, 10_000)
 
 
 def test_a_trial_that_does_not_fit_is_refused_with_what_it_takes_and_what_there_is(

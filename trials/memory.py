@@ -25,6 +25,9 @@ LIBRARIES = 128 * 2**20
 PER_UNIT = 24
 """Floats that a pass keeps for backward for each token and LSTM unit: gates, states, outputs."""
 
+PER_UNIT_RECOMPUTED = 4
+"""The same where a layer's own are made again for its gradient: its outputs, before and after their mask."""
+
 COPIES_TO_SAVE = 6
 """Of the parameters, and of their averages: cloned, serialised, packed, and what earlier copies left."""
 
@@ -44,12 +47,14 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
     passes = 1 if config.regularization.declaration.second_pass == "none" else 2
     longest = training.bptt + (10 if training.windows == "random" else 0)
     tokens = training.batch_size * longest
-    activations = tokens * (PER_UNIT * units + 4 * model.embedding_size)
-    masked_weights = 2 * recurrent
+    per_unit = PER_UNIT_RECOMPUTED if training.recompute else PER_UNIT
+    activations = tokens * (per_unit * units + 4 * model.embedding_size)
+    made_again = tokens * PER_UNIT * max(out for _, out in sizes) if training.recompute else 0
+    masked_weights = 1.25 * recurrent  # as floats, and which are kept, as booleans
     rows = min(tokens, max(FEWEST_ROWS, last))
     embedding = passes * model.embedding_size
     head = vocabulary_size * ((passes + 1) * rows + 2 * last + embedding)
-    step = passes * (activations + masked_weights) + head
+    step = passes * (activations + masked_weights) + made_again + head
     save = COPIES_TO_SAVE * (parameters + averages)
     floats = 2 * parameters + averages + max(step, save)
     return int(HEADROOM * (LIBRARIES + FLOAT * floats))

@@ -350,6 +350,19 @@ class SweepSpec(Wire):
         }
         return dataclasses.replace(config, model=dataclasses.replace(config.model, **rates))
 
+    def written(self, parameter: str) -> Iterator[tuple[str, Scalar]]:
+        """(JSON pointer, value) for each value that trials may have of a parameter that no range is for."""
+        for arm, fixed in self.arms.items():
+            if parameter in fixed:
+                yield f"/arms/{arm}/{parameter}", fixed[parameter]
+        if all(parameter in fixed for fixed in self.arms.values()):
+            return
+        if parameter in self.space:
+            yield from ((f"/space/{parameter}", value) for value in self.space[parameter].extremes)
+        else:
+            section = SECTION_OF[parameter]
+            yield f"/{section}/{parameter}", getattr(getattr(self, section), parameter)
+
     def arm_of(self, number: int) -> str:
         return list(self.arms)[number % len(self.arms)]
 
@@ -367,6 +380,14 @@ class SweepSpec(Wire):
     def sampled(self, arm: str) -> Iterator[tuple[str, Choice | Uniform | LogUniform | Integer]]:
         """The part of the space that this arm leaves open."""
         return ((name, choices) for name, choices in self.space.items() if name not in self.arms[arm])
+
+
+class SweepRequest(SweepSpec):
+    """A sweep as a client may ask for it."""
+
+    resources: Resources | Literal["auto"] = Resources()  # type: ignore[assignment]
+    """`auto` leaves it to the service: it chooses when the sweep comes, by what the machine has and what was
+    measured, and the sweep says what it chose."""
 
 
 def merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
