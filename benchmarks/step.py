@@ -78,7 +78,7 @@ class Way:
 
 
 def work(way: Way) -> None:
-    """Answer each line on stdin by CPU-seconds a token, or by bytes of a step's peak."""
+    """Answer each line on stdin by CPU-seconds or seconds a token, or by bytes of a step's peak."""
     torch.set_num_threads(way.threads)
     configuration = CONFIGURATIONS[way.configuration]
     take = BUILDERS[way.name](way, configuration)
@@ -88,9 +88,10 @@ def work(way: Way) -> None:
             take(1)
             answer: float = _resident("VmHWM") - before
         else:
-            began = time.process_time()
+            clock = time.process_time if line.strip() == "time" else time.perf_counter
+            began = clock()
             take(configuration.steps)
-            answer = (time.process_time() - began) / (configuration.steps * BPTT * configuration.batch_size)
+            answer = (clock() - began) / (configuration.steps * BPTT * configuration.batch_size)
         print(answer, flush=True)
 
 
@@ -229,9 +230,15 @@ class Worker:
         )
 
     def ask(self, what: str) -> float:
+        self.begin(what)
+        return self.answer()
+
+    def begin(self, what: str) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         print(what, file=self._process.stdin, flush=True)
+
+    def answer(self) -> float:
+        assert self._process.stdout is not None
         return float(self._process.stdout.readline())
 
     def end(self) -> None:

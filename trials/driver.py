@@ -1,4 +1,4 @@
-"""One process per running sweep: runs the ledger's tasks with Ray Tune. The only file that knows Tuner.
+"""One process per running sweep: a Ray of its own, the ledger's tasks run on it, watch kept over both.
 
 Crash-only: nothing here needs to happen before the process dies. A new driver finds all it needs in the study
 and in the checkpoint store; whatever this one leaves in Tune's folder is never read.
@@ -11,14 +11,9 @@ from pathlib import Path
 
 import psutil
 import ray
-import torch
-from ray import tune
-from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tuner
 
 from trials.ledger import Fenced, Journal, StudyLedger
-from trials.search import LedgerScheduler, StudySearch
 from trials.spec import Resources
-from trials.trainable import LanguageModelTrial
 
 log = logging.getLogger(__name__)
 
@@ -39,40 +34,29 @@ def drive(
     """Run every task of the ledger; returns when no trial is open. `scratch` may be deleted afterwards."""
     if ledger.exhausted:
         return
-    if resources.gpus and not torch.cuda.is_available():
-        raise RuntimeError(
-            f"resources.gpus is {resources.gpus:g}, but torch {torch.__version__} finds no CUDA device: "
-            "install its CUDA build and NVIDIA's driver, or submit with resources.gpus 0"
-        )
+    if resources.gpus:
+        from trials.tuning import require_gpu
+
+        require_gpu(resources.gpus)
     ray_is_up, done = threading.Event(), threading.Event()
     threading.Thread(target=_keep_watch, args=(journal, ray_is_up, done), daemon=True).start()
     start_ray(scratch)
     ray_is_up.set()
-    search = StudySearch(
-        ledger,
-        max_concurrent=resources.max_concurrent or room_for(resources),
-        shared={"store_url": store_url, "data_dir": str(data_dir), "cpus": resources.cpus},
-    )
-    tuner = Tuner(
-        tune.with_resources(LanguageModelTrial, {"cpu": resources.cpus, "gpu": resources.gpus}),
-        tune_config=TuneConfig(
-            num_samples=-1,  # the ledger knows when to end
-            search_alg=search,
-            scheduler=LedgerScheduler(ledger, search),
-            reuse_actors=True,
-            trial_dirname_creator=lambda trial: str(trial.trial_id),  # by default it is a task, spelt out
-        ),
-        run_config=RunConfig(
-            name="tune",
-            storage_path=str(scratch),
-            failure_config=FailureConfig(max_failures=0),  # the ledger owns retries
-            checkpoint_config=CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
-            verbose=0,
-        ),
-    )
-    tuner.fit()
+    max_concurrent = resources.max_concurrent or room_for(resources)
+    if not resources.gpus:  # which processes see which GPU is not settled yet
+        for _ in range(min(max_concurrent, os.cpu_count() or 1)):
+            _load_what_trials_need.remote()
+    from trials.tuning import run_tasks  # only here, while the workers load the same: it takes seconds
+
+    run_tasks(ledger, resources, max_concurrent, store_url=store_url, data_dir=data_dir, scratch=scratch)
     done.set()  # from here on Ray may go
     ray.shutdown()
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _load_what_trials_need() -> None:
+    """In a process that Ray will run trials in."""
+    import trials.trainable  # noqa: F401
 
 
 def start_ray(scratch: Path) -> None:
