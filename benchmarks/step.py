@@ -279,6 +279,10 @@ def row(ours: Way, rounds: int) -> str:
     textbook = replace(ours, name="textbook", precision="float32")
     shipped, floor = replace(textbook, allocator="shipped"), replace(ours, name="floor")
     ways = [ours, textbook, shipped, floor]
+    compared = [textbook]
+    if ours.regularizer == "expectation_linear" and ours.eld_stop_gradient:
+        compared.append(replace(textbook, eld_stop_gradient=False))  # as the released code does it
+        ways.append(compared[-1])
     fastai = replace(textbook, name="fastai")
     if ours.regularizer == "none" and is_installed():
         ways.append(fastai)
@@ -291,7 +295,8 @@ def row(ours: Way, rounds: int) -> str:
         ours.precision,
         str(ours.threads),
         *(f"{1 / median(times[way]):,.0f}" for way in (ours, textbook, shipped)),
-        *(_ratio(times[other], times[ours]) for other in (textbook, shipped)),
+        "; with gradient there ".join(_ratio(times[other], times[ours]) for other in compared),
+        _ratio(times[shipped], times[ours]),
         _ratio(times[fastai], times[ours]) if fastai in times else "–",
         _ratio(times[ours], times[floor]),
         " / ".join(f"{peak:,.0f}" for peak in peaks),
