@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help sweep serve test test-fast lint clean
+.PHONY: help sweep serve test test-fast lint bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -26,6 +26,18 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, trials side by side, a sweep's overhead; about an hour
+	$(BIN)/python -m benchmarks.step --configurations small,ptb
+	$(BIN)/python -m benchmarks.step --configurations medium,wt2 --regularizers fraternal
+	$(BIN)/python -m benchmarks.step --configurations ptb,wt2 --regularizers fraternal --precisions bf16
+	$(BIN)/python -m benchmarks.packing
+	$(BIN)/python -m benchmarks.overhead
+
+# The peer that steps are measured beside, in a folder of its own: it would bring another torch.
+benchmarks/.fastai: benchmarks/fastai-requirements.txt $(VENV)/.installed
+	@$(PIP) --no-deps --target $@ --requirement $<
+	@touch $@
 
 clean: ## remove the environment; data stays
 	rm -rf $(VENV)

@@ -24,9 +24,10 @@ from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
 from trials.corpora import PathCorpus, load_corpus
+from trials.evaluation import evaluate
 from trials.perplexity import perplexity
 from trials.spec import TrainingConfig
-from trials.training import Training, evaluate
+from trials.training import Training
 
 MODEL = AWDLSTMConfig(embedding_size=64, hidden_size=64, layers=1)
 

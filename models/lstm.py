@@ -129,7 +129,8 @@ class _Recurrence(torch.autograd.Function):
         inputs_NI = inputs_TBI.flatten(0, 1).to(dtype)
         gates_NG = F.linear(inputs_NI, weight_4HI.to(dtype)).to(h_BH.dtype).add_(bias_4H)
         gates_TBG = gates_NG.view(steps, batch, 4 * width)
-        recurrent = product_with(kept_weights(weight_4HH, kept_4HH, weight_p).to(dtype), rows=batch)
+        matrix_GH = kept_weights(weight_4HH, kept_4HH, weight_p).to(dtype)
+        recurrent = product_with(matrix_GH, rows=batch)
         outputs_TBH, cells_TBH = (h_BH.new_empty(steps + 1, batch, width) for _ in range(2))
         outputs_TBH[0], cells_TBH[0] = h_BH, c_BH
         for t, gates_BG in enumerate(gates_TBG):
@@ -140,7 +141,11 @@ class _Recurrence(torch.autograd.Function):
             o.sigmoid_()
             torch.mul(f, cells_TBH[t], out=cells_TBH[t + 1]).addcmul_(i, g)
             torch.tanh(cells_TBH[t + 1], out=outputs_TBH[t + 1]).mul_(o)
-        ctx.save_for_backward(inputs_NI, weight_4HI, weight_4HH, kept_4HH, gates_TBG, outputs_TBH, cells_TBH)
+        # In bfloat16 the matrix is small enough to keep; else it is made again from the booleans.
+        kept = None if dtype == h_BH.dtype else matrix_GH
+        ctx.save_for_backward(
+            inputs_NI, weight_4HI, weight_4HH, kept_4HH, kept, gates_TBG, outputs_TBH, cells_TBH
+        )
         ctx.weight_p, ctx.dtype = weight_p, dtype
         last_c_BH = cells_TBH[-1].clone()
         ctx.mark_non_differentiable(last_c_BH)
@@ -148,11 +153,14 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_returned: Tensor) -> tuple[Tensor | None, ...]:
-        inputs_NI, weight_4HI, weight_4HH, kept_4HH, gates_TBG, outputs_TBH, cells_TBH = ctx.saved_tensors
+        (
+            inputs_NI, weight_4HI, weight_4HH, kept_4HH, matrix_GH, gates_TBG, outputs_TBH, cells_TBH
+        ) = ctx.saved_tensors  # fmt: skip
         d_outputs_TBH, dtype, like = d_returned[0], ctx.dtype, gates_TBG.dtype
         steps, batch, width = d_outputs_TBH.shape
-        kept_HG = kept_weights(weight_4HH, kept_4HH, ctx.weight_p).to(dtype).t()
-        recurrent = product_with(kept_HG, rows=batch)
+        if matrix_GH is None:
+            matrix_GH = kept_weights(weight_4HH, kept_4HH, ctx.weight_p)
+        recurrent = product_with(matrix_GH.t(), rows=batch)
         # What each gate's gradient is multiples of dc, or of dh for o, made for all time steps at once.
         d_gates_TBG, to_c_TBH = _factors(gates_TBG, cells_TBH)
         d_h_BH = d_c_BH = None

@@ -24,14 +24,15 @@ from service.texts import load, parse_corpus_spec, parse_strictly
 from trials.attempt import best_checkpoint, is_out_of_memory, require_finite
 from trials.checkpoints import BestCheckpoint, read_best, write_best
 from trials.corpora import EOS, INT32_MAX, SPLITS, UNK, Corpus, CorpusSpec, Split
+from trials.evaluation import evaluate as loss_of
+from trials.evaluation import evaluate_mc
 from trials.generation import generate
 from trials.ledger import Task
 from trials.memory import require_memory
 from trials.perplexity import perplexity
 from trials.spec import TrainingConfig, TrialConfig, merged
 from trials.store import CorruptCheckpoint
-from trials.training import Diverged, Training, evaluate_mc
-from trials.training import evaluate as loss_of
+from trials.training import Diverged, Training
 
 SECONDS_TO_INTERRUPT = 1.0
 """A Ctrl-C that Python has dropped is acted on after about so long."""

@@ -7,7 +7,7 @@ from models.awd_lstm import AWDLSTM
 from service.errors import CommandFailed
 from service.local import finetune_file, read_checkpoint, rebuild, usable_device
 from trials.corpora import Corpus
-from trials.training import evaluate, evaluate_mc
+from trials.evaluation import evaluate, evaluate_mc
 
 
 @dataclass(frozen=True)

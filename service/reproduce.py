@@ -299,6 +299,7 @@ def manifest(trained: Trained, corpus: Corpus, seconds: float) -> dict[str, Any]
         "labels": trained.sweep.labels,
         "seeds": {str(trial.number): trial.seed for trial in trained.trials},
         "devices": sorted({trial.device for trial in trained.trials if trial.device is not None}),
+        "runtimes": sorted({trial.runtime for trial in trained.trials if trial.runtime is not None}),
         "spec": trained.sweep.spec.model_dump(mode="json"),
         "seconds": {"sweep": _seconds_of(trained.sweep), "last_command": round(seconds, 1)},
         "date": datetime.now(UTC).date().isoformat(),

@@ -82,6 +82,8 @@ class TrialView(View):
     failure: Failure | None
     checkpoint_sha256: str | None
     device: str | None
+    runtime: str | None
+    """What its process was: torch, threads, the allocator and its settings."""
     started_at: datetime | None
     finished_at: datetime | None
 

@@ -249,6 +249,7 @@ def _trial_fields(record: SweepRecord, row: FrozenTrial, latest: RowMapping | No
         "failure": _failure(row),
         "checkpoint_sha256": attributes.get("checkpoint_sha256"),
         "device": attributes.get("device"),
+        "runtime": attributes.get("runtime"),
         "started_at": aware(row.datetime_start),
         "finished_at": aware(row.datetime_complete),
     }

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,10 +20,11 @@ from tests.service_process import write_corpus
 from trials.attempt import run_attempt
 from trials.checkpoints import read_best
 from trials.corpora import SPLITS, PathCorpus, Split, load_corpus
+from trials.evaluation import evaluate
 from trials.ledger import Report, Task
 from trials.spec import TrainingConfig, TrialConfig
 from trials.store import CheckpointStore
-from trials.training import EpochResult, Training, evaluate
+from trials.training import EpochResult, Training
 
 EPOCHS = 5
 
@@ -83,6 +85,18 @@ def test_the_task_switches_to_averaging_in_the_middle(undisturbed: tuple[list[Re
     averaged = [report.epoch["averaged"] for report in undisturbed[0] if report.epoch is not None]
     assert not averaged[1]
     assert averaged[EPOCHS - 2]
+
+
+def test_every_report_says_what_it_was_computed_on(
+    task: Task, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "17")
+    (report,) = kill_after(task, store, tmp_path, 1)
+    assert report.device is not None
+    assert report.runtime is not None
+    assert re.fullmatch(r"cpu: \S.* \(.+\)", report.device)
+    assert f"torch {torch.__version__}; threads {torch.get_num_threads()}; " in report.runtime
+    assert " MALLOC_TRIM_THRESHOLD_=17" in report.runtime
 
 
 def test_last_report_says_it_is_the_last_and_what_was_best(

@@ -23,10 +23,11 @@ from tests.test_training import (
 )
 from trials.attempt import run_attempt
 from trials.corpora import PathCorpus
+from trials.evaluation import evaluate, evaluate_mc
 from trials.ledger import Task
 from trials.spec import TrialConfig
 from trials.store import CheckpointStore
-from trials.training import Training, evaluate, evaluate_mc
+from trials.training import Training
 
 pytestmark = pytest.mark.gpu
 

@@ -25,7 +25,15 @@ def epoch(number: int, **values: Any) -> EpochView:
 def trial(number: int, arm: str, curve: list[EpochView]) -> TrialDetail:
     best = min((each.valid_loss for each in curve), default=None)
     unused: dict[str, Any] = dict.fromkeys(
-        ("best_epoch", "best_valid_perplexity", "valid_perplexity", "failure", "checkpoint_sha256", "device")
+        (
+            "best_epoch",
+            "best_valid_perplexity",
+            "valid_perplexity",
+            "failure",
+            "checkpoint_sha256",
+            "device",
+            "runtime",
+        )
     )
     return TrialDetail(
         **unused, number=number, arm=arm, draw=0, seed=1, attempt=1, state="COMPLETE", params={}, config={},

@@ -54,6 +54,7 @@ def trial(number: int, arm: str, best: float | None, state: str = "COMPLETE", **
             "failure": None,
             "checkpoint_sha256": None,
             "device": "cpu",
+            "runtime": None,
             "started_at": None,
             "finished_at": None,
             **fields,

@@ -29,6 +29,7 @@ from regularizers.table import REGULARIZERS
 from tests.reference import MaskRecorder
 from tests.test_averaging import GOLDEN
 from trials.averaging import averaging_starts, learning_rate
+from trials.evaluation import evaluate, evaluate_mc
 from trials.spec import TrainingConfig
 from trials.training import (
     PAUSE_SHARE,
@@ -37,8 +38,6 @@ from trials.training import (
     EpochResult,
     Ids,
     Training,
-    evaluate,
-    evaluate_mc,
     window_lengths,
 )
 
@@ -116,6 +115,18 @@ def test_same_seed_gives_the_same_epochs_bit_for_bit_whatever_the_global_generat
         list(training.epochs())
     assert untimed(one.history) == untimed(again.history)
     assert one.history[0].train_loss != other.history[0].train_loss
+
+
+def test_computing_layers_again_changes_no_bit() -> None:
+    for regularizer in sorted(REGULARIZERS):
+        kept, recomputed = (
+            build(
+                replace(CONFIG, epochs=2, recompute=recompute), Regularization(regularizer, alpha=2, beta=1)
+            )
+            for recompute in (False, True)
+        )
+        assert untimed(tuple(kept.epochs())) == untimed(tuple(recomputed.epochs()))
+        assert_equal_weights(kept.state()[0], recomputed.state()[0])
 
 
 # --- the step

@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+import os
+import platform
 import traceback
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict
@@ -148,13 +150,28 @@ def _report(
         if best.epoch == result.epoch
         else None,
         device=_named(task.device),
+        runtime=_runtime(),
         corpus_sha256={str(split): digest for split, digest in corpus.sha256.items()},
     )
 
 
 def _named(device: str) -> str:
-    """With the model of the card, which the numbers of a table depend on."""
-    return f"{device}: {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else device
+    """With the model of the card or the processor, which the last digits of a table depend on."""
+    if device.startswith("cuda"):
+        return f"{device}: {torch.cuda.get_device_name(device)}"
+    name = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
+    return f"{device}: {name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _runtime() -> str:
+    """What else speed depends on: torch, its threads, and the allocator with its settings."""
+    tuned = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")]
+    allocator = " ".join([*platform.libc_ver(), *tuned])
+    preloaded = os.environ.get("LD_PRELOAD")
+    threads = torch.get_num_threads()
+    return f"torch {torch.__version__}; threads {threads}; {allocator}" + (
+        f"; preloaded {preloaded}" if preloaded else ""
+    )
 
 
 def _failed(failure_class: FailureClass, message: str) -> Report:

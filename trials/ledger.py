@@ -84,6 +84,7 @@ class Report:
     best_valid_loss: float | None = None
     checkpoint_sha256: str | None = None
     device: str | None = None
+    runtime: str | None = None
     corpus_sha256: dict[str, str] | None = None
 
 
@@ -206,8 +207,9 @@ class StudyLedger:
             trial.set_user_attr("best_epoch", report.best_epoch)
             trial.set_user_attr("best_valid_loss", report.best_valid_loss)
             trial.set_user_attr("checkpoint_sha256", report.checkpoint_sha256)
-        if trial.user_attrs.get("device") != report.device:
-            trial.set_user_attr("device", report.device)
+        for name in ("device", "runtime"):
+            if trial.user_attrs.get(name) != getattr(report, name):
+                trial.set_user_attr(name, getattr(report, name))
         known = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
         if epoch["epoch"] in intermediate_epochs(task.config.training.epochs) - known.keys():
             trial.report(perplexity(epoch["valid_loss"]), epoch["epoch"])

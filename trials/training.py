@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.awd_lstm import AWDLSTM, Pass, State
@@ -28,23 +27,18 @@ from regularizers.config import Regularization
 from regularizers.losses import loss_parts
 from trials.averaging import RunningMean, averaging_starts, learning_rate
 from trials.dynamics import COLUMNS, STEPS, prediction_dynamics
+from trials.evaluation import Ids, as_tokens, evaluate, key, require_two_tokens
 from trials.perplexity import perplexity
 from trials.spec import TrainingConfig
 
-Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
-"""A split as one stream of word ids."""
-
-INITIAL_WEIGHTS, WINDOWS, MASKS, STATE_RESETS, DYNAMICS, MC_MASKS = range(6)
-"""What a random stream is for: the second part of its key, after the seed."""
+INITIAL_WEIGHTS, WINDOWS, MASKS, STATE_RESETS, DYNAMICS = range(5)
+"""What a random stream is for: the second part of its key, after the seed; trials.evaluation has one more."""
 
 STEPS_BETWEEN_CHECKS = 50
 """A diverged loss is noticed after at most so many steps: each check waits for the device."""
 
 DIVERGED_ABOVE = 1e6
 """Nats per token. A uniform guess costs log V, some 10: so far above it nothing is learned, finite or not."""
-
-EVALUATION_WINDOW = 128
-"""Time steps evaluated at once: enough for efficient matrix products, few enough to stay in a cache."""
 
 PAUSE_SHARE = 40
 """A pause is followed by training for so many times its length: pauses cost 2.5 % of the time at most."""
@@ -108,61 +102,6 @@ class EpochResult:
         return perplexity(self.valid_loss)
 
 
-def evaluate(model: AWDLSTM, ids: Ids, window: int = EVALUATION_WINDOW) -> float:
-    """Mean loss in nats per token over all N-1 predicted tokens, at batch 1 with the state carried along.
-
-    The window bounds memory and does not change the result. Raises ValueError if there is nothing to predict.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=model.decoder_bias.device)
-    for (log_p_T,) in _target_log_probabilities(model, ids, [None], window):
-        total -= log_p_T.sum()
-    return total.item() / (len(ids) - 1)
-
-
-def evaluate_mc(model: AWDLSTM, ids: Ids, masks: int, seed: int, window: int = EVALUATION_WINDOW) -> float:
-    """The same of the mean, over `masks` samples of the masks, of the probabilities: MC-eval.
-
-    Each sample's masks stay what they are along the whole stream (Zolna et al. 2018, appendix, "sequence
-    averaging"); where they are not locked, for as long as a window. A mean over one sample, too, drops.
-    """
-    drawn = [model.draw_masks(1, window, _key(seed, MC_MASKS, sample)) for sample in range(masks)]
-    total = torch.zeros((), dtype=torch.float64, device=model.decoder_bias.device)
-    for log_p_KT in _target_log_probabilities(model, ids, drawn, window):
-        total -= (log_p_KT.logsumexp(0) - math.log(masks)).sum()
-    return total.item() / (len(ids) - 1)
-
-
-@torch.no_grad()
-def _target_log_probabilities(
-    model: AWDLSTM, ids: Ids, masks: Sequence[Masks | None], window: int
-) -> Iterator[Tensor]:
-    """log p(next token) of a stream, (K, T) for each window: K passes with masks and states of their own."""
-    _require_two_tokens("the stream to evaluate", ids)
-    tokens_T1 = _tokens(ids, model.decoder_bias.device).unsqueeze(1)
-    states = [model.zero_state(1)] * len(masks)
-    for start in range(0, len(tokens_T1) - 1, window):
-        inputs_T1, targets_T1 = _window(tokens_T1, start, window)
-        cut = [each and _cut(each, len(inputs_T1)) for each in masks]
-        results = [model(inputs_T1, *each) for each in zip(states, cut, strict=True)]
-        states = [result.state for result in results]
-        logits = (model.decode(result.dropped_TBH).squeeze(1) for result in results)
-        yield torch.stack(
-            [
-                -F.cross_entropy(logits_TV, targets_T1.squeeze(1), reduction="none").double()
-                for logits_TV in logits
-            ]
-        )
-
-
-def _cut(masks: Masks, length: int) -> Masks:
-    """For a window that may be shorter; locked masks stay as they are."""
-
-    def cut(mask_TBH: Tensor | None) -> Tensor | None:
-        return None if mask_TBH is None else mask_TBH[:length]
-
-    return dataclasses.replace(masks, input_TBE=cut(masks.input_TBE), output_TBH=cut(masks.output_TBH))
-
-
 def window_lengths(steps: int, config: TrainingConfig, rng: np.random.Generator) -> list[int]:
     """Cut `steps` time steps into windows; only the last one is cut short by the end.
 
@@ -214,7 +153,7 @@ class Training:
         weights: dict[str, Tensor] | None = None,
     ) -> None:
         """Starts from `weights`, a state dict of the model, where they are given: fine-tuning does."""
-        _require_two_tokens("the validation split", valid_ids)
+        require_two_tokens("the validation split", valid_ids)
         self._config = training_config
         self._regularization = regularization.completed(model_config.layers)
         self._seed = seed
@@ -222,8 +161,8 @@ class Training:
         require_precision(training_config.precision, self._device)
         self._product_dtype = product_dtype(training_config.precision)
         self._valid_ids = valid_ids
-        self._columns_TB = _columns(_tokens(train_ids, self._device), training_config.batch_size)
-        generator = torch.Generator().manual_seed(_key(seed, INITIAL_WEIGHTS))
+        self._columns_TB = _columns(as_tokens(train_ids, self._device), training_config.batch_size)
+        generator = torch.Generator().manual_seed(key(seed, INITIAL_WEIGHTS))
         self.model = AWDLSTM(model_config, vocabulary_size, generator).to(self._device)
         if weights is not None:
             self.model.load_state_dict(weights)
@@ -404,8 +343,8 @@ class Training:
         return result
 
     def _dynamics(self, epoch: int) -> dict[str, float]:
-        keys = (_key(self._seed, DYNAMICS, epoch, sample) for sample in itertools.count())
-        tokens_N = _tokens(self._valid_ids[: COLUMNS * STEPS], self._device)
+        keys = (key(self._seed, DYNAMICS, epoch, sample) for sample in itertools.count())
+        tokens_N = as_tokens(self._valid_ids[: COLUMNS * STEPS], self._device)
         return dataclasses.asdict(prediction_dynamics(self.model, tokens_N, keys))
 
     def _step(self, inputs_TB: Tensor, targets_TB: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
@@ -443,24 +382,13 @@ class Training:
 
     def _draw_masks(self, inputs_TB: Tensor, which_pass: int) -> Masks:
         length, batch_size = inputs_TB.shape
-        return self.model.draw_masks(batch_size, length, _key(self._seed, MASKS, self._steps, which_pass))
+        return self.model.draw_masks(batch_size, length, key(self._seed, MASKS, self._steps, which_pass))
 
     def _validate(self, epoch: int, model: AWDLSTM) -> float:
         loss = evaluate(model, self._valid_ids)
         if not loss <= DIVERGED_ABOVE:
             raise Diverged(f"the validation loss is {loss} after step {self._steps} of epoch {epoch}")
         return loss
-
-
-def _require_two_tokens(what: str, ids: Ids) -> None:
-    if len(ids) < 2:
-        raise ValueError(
-            f"{what} has {len(ids)} tokens, and needs at least 2 to predict one; give a longer text"
-        )
-
-
-def _tokens(ids: Ids, device: torch.device) -> Tensor:
-    return torch.from_numpy(ids.astype(np.int64)).to(device)
 
 
 def _columns(tokens: Tensor, batch_size: int) -> Tensor:
@@ -478,11 +406,6 @@ def _window(tokens_TB: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]
     """The inputs and the targets of at most `length` time steps."""
     targets_TB = tokens_TB[start + 1 : start + 1 + length]
     return tokens_TB[start : start + len(targets_TB)], targets_TB
-
-
-def _key(*parts: int) -> int:
-    """A seed that is a function of all the parts."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
 
 
 def _copied(module: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,176 @@
+"""The loss of a whole stream of words: by definition at batch 1, with the state carried from word to word.
+
+It is computed in columns side by side, each begun a while before its own first word. Whether a column began
+from the state that the one before it ends in is looked at afterwards; where it did not, it is run again from
+there. So the result is that of batch 1, but for rounding, whatever a model remembers.
+
+T time steps of a column, C columns, N predicted words, K samples of the masks, H width of a layer.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.awd_lstm import AWDLSTM, State
+from models.masks import Masks
+
+Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
+"""A split as one stream of word ids."""
+
+MC_MASKS = 5
+"""What a random stream is for: the second part of its key, after the seed; trials.training has the others."""
+
+EVALUATION_WINDOW = 256
+"""Words whose logits are made at once: enough for efficient products, few enough to stay in a cache."""
+
+MOST_COLUMNS = 16
+
+SHORTEST_COLUMN = 1024
+"""Words; a shorter one would not make up for its beginning."""
+
+WARM_UP = 192
+"""Words that a column begins before its own first one."""
+
+SAME_STATE = 1e-5
+"""States, h and c of every layer, that differ by no more are one: rounding alone makes a tenth of it."""
+
+
+def evaluate(model: AWDLSTM, ids: Ids, window: int = EVALUATION_WINDOW, columns: int | None = None) -> float:
+    """Mean loss in nats per token over all N predicted tokens, without dropout.
+
+    The window bounds memory; neither it nor the number of columns changes the result by more than rounding.
+    Raises ValueError if there is nothing to predict.
+    """
+    return -_target_log_probabilities(model, ids, None, window, columns).sum().item() / (len(ids) - 1)
+
+
+def evaluate_mc(
+    model: AWDLSTM,
+    ids: Ids,
+    masks: int,
+    seed: int,
+    window: int = EVALUATION_WINDOW,
+    columns: int | None = None,
+) -> float:
+    """The same of the mean, over `masks` samples of the masks, of the probabilities: MC-eval.
+
+    Each sample's masks stay what they are along the whole stream (Zolna et al. 2018, appendix, "sequence
+    averaging"); where they are not locked, for as long as a window, and there is one column. A mean over one
+    sample, too, drops.
+    """
+    columns = columns if model.config.locked else 1
+    log_p_KN = torch.stack(
+        [
+            _target_log_probabilities(
+                model, ids, model.draw_masks(1, window, key(seed, MC_MASKS, sample)), window, columns
+            )
+            for sample in range(masks)
+        ]
+    )
+    return -(log_p_KN.logsumexp(0) - math.log(masks)).sum().item() / (len(ids) - 1)
+
+
+def key(*parts: int) -> int:
+    """A seed that is a function of all the parts."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
+
+
+@torch.no_grad()
+def _target_log_probabilities(
+    model: AWDLSTM, ids: Ids, masks: Masks | None, window: int, columns: int | None
+) -> Tensor:
+    """log p(next token) of every token but the last, (N,) in float64."""
+    require_two_tokens("the stream to evaluate", ids)
+    tokens = as_tokens(ids, model.decoder_bias.device)
+    count = len(tokens) - 1
+    length = math.ceil(count / (columns or min(MOST_COLUMNS, max(1, count // SHORTEST_COLUMN))))
+    first_C = torch.arange(0, count, length, device=tokens.device)
+    steps = max(1, window // len(first_C))
+
+    def run(begin: int, end: int, first_C: Tensor, state: State) -> tuple[Tensor, State]:
+        """log p (T, C) of the steps of columns that begin at these words, and the state after them."""
+        # Beyond either end of the stream stands its last word: what comes of that is cut off.
+        at_TC = (torch.arange(begin, end, device=tokens.device).unsqueeze(1) + first_C).clamp(0, count - 1)
+        log_p = []
+        for some_TC in torch.split(at_TC, steps):
+            cut = masks and _cut(masks, len(some_TC))
+            result = model(tokens[some_TC], state, cut)
+            state = result.state
+            logits_NV = model.decode(result.dropped_TBH).flatten(0, 1)
+            loss_N = F.cross_entropy(logits_NV, tokens[some_TC + 1].flatten(), reduction="none")
+            log_p.append(-loss_N.double().view_as(some_TC))
+        return torch.cat(log_p), state
+
+    begun = zero = model.zero_state(len(first_C))
+    if len(first_C) > 1:
+        _, begun = run(-WARM_UP, 0, first_C, zero)
+        begun = _shifted(begun, zero, by=0)
+    log_p_TC, ended = run(0, length, first_C, begun)
+    for _ in range(len(first_C) - 1):
+        truth = _shifted(ended, zero, by=1)
+        wrong_C = _difference(begun, truth) > SAME_STATE
+        if not wrong_C.any():
+            break
+        log_p_TC[:, wrong_C], again = run(0, length, first_C[wrong_C], _some(truth, wrong_C))
+        begun, ended = truth, _replaced(ended, wrong_C, again)
+    return log_p_TC.t().flatten()[:count]
+
+
+def _shifted(state: State, first: State, by: int) -> State:
+    """Each column's state as that of the column `by` after it; the first column's is that of `first`."""
+
+    def shifted(one: Tensor, other: Tensor) -> Tensor:
+        return torch.cat([other[:, :1], one[:, 1 - by : one.shape[1] - by]], 1)
+
+    return tuple(
+        (shifted(h, first_h), shifted(c, first_c))
+        for (h, c), (first_h, first_c) in zip(state, first, strict=True)
+    )
+
+
+def _difference(one: State, other: State) -> Tensor:
+    """The largest of each column, (C,)."""
+    each = [
+        (a - b).abs().amax((0, 2)) for p, q in zip(one, other, strict=True) for a, b in zip(p, q, strict=True)
+    ]
+    return torch.stack(each).amax(0)
+
+
+def _some(state: State, which_C: Tensor) -> State:
+    return tuple((h[:, which_C], c[:, which_C]) for h, c in state)
+
+
+def _replaced(state: State, which_C: Tensor, new: State) -> State:
+    def replaced(one: Tensor, other: Tensor) -> Tensor:
+        one = one.clone()
+        one[:, which_C] = other
+        return one
+
+    return tuple(
+        (replaced(h, new_h), replaced(c, new_c)) for (h, c), (new_h, new_c) in zip(state, new, strict=True)
+    )
+
+
+def _cut(masks: Masks, length: int) -> Masks:
+    """For a window that may be shorter; locked masks stay as they are."""
+
+    def cut(mask_TBH: Tensor | None) -> Tensor | None:
+        return None if mask_TBH is None else mask_TBH[:length]
+
+    return dataclasses.replace(masks, input_TBE=cut(masks.input_TBE), output_TBH=cut(masks.output_TBH))
+
+
+def as_tokens(ids: Ids, device: torch.device) -> Tensor:
+    return torch.from_numpy(ids.astype(np.int64)).to(device)
+
+
+def require_two_tokens(what: str, ids: Ids) -> None:
+    if len(ids) < 2:
+        raise ValueError(
+            f"{what} has {len(ids)} tokens, and needs at least 2 to predict one; give a longer text"
+        )
