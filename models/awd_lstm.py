@@ -129,9 +129,9 @@ def _uniform(shape: Sequence[int], bound: float, generator: torch.Generator) -> 
 
 def _build_lstm(inputs: int, outputs: int, generator: torch.Generator) -> nn.LSTM:
     # Built on no device first: nn.LSTM's own initialisation would draw from the global generator.
-    lstm = nn.LSTM(inputs, outputs, device="meta").to_empty(device="cpu")
+    layer = nn.LSTM(inputs, outputs, device="meta").to_empty(device="cpu")
     bound = outputs**-0.5
     with torch.no_grad():
-        for parameter in lstm.parameters():
+        for parameter in layer.parameters():
             parameter.uniform_(-bound, bound, generator=generator)
-    return lstm
+    return layer

@@ -4,7 +4,8 @@ torch's own operation, and a recurrence of ours for CPUs, whose matrix oneDNN la
 its products reads that matrix whole for a few rows only, and is what a step of a wide layer takes its time
 for.
 
-T time steps, B batch, I width of the inputs, H of the outputs; the gates are in nn.LSTM's order, i, f, g, o.
+T time steps, B batch, N = T·B, I width of the inputs, H of the outputs; the gates are in nn.LSTM's order: i,
+f, g, o.
 """
 
 from typing import Any
@@ -12,14 +13,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from models.products import product_with
 
 NARROWEST = 1000
 """Width of a layer from which our recurrence is the faster of the two on a CPU."""
 
-SHORTEST = 4
-"""Time steps that make up for laying a matrix out."""
+SHORTEST = 32
+"""Time steps that make up for laying a matrix out: windows of training, not of evaluation, have so many."""
 
 
 def lstm(
@@ -33,7 +35,9 @@ def lstm(
     """As layer(inputs, state), where only the kept hidden-to-hidden weights count, by 1 / (1 - weight_p).
 
     The state is (h, c), (1, B, H) each, and gets no gradient. Matrix products are computed in `dtype` where
-    one is given; everything else, and what is returned, is of the inputs' dtype.
+    one is given, and in torch's own way everything else within the layer, too; what is returned is of the
+    inputs' dtype. Which way is taken does not depend on whether a gradient is wanted: two passes of a step
+    that are to be equal are.
     """
     if _ours_is_faster(layer, inputs_TBI):
         return _by_our_recurrence(layer, inputs_TBI, state, kept_4HH, weight_p, dtype)
@@ -46,7 +50,6 @@ def _ours_is_faster(layer: nn.LSTM, inputs_TBI: Tensor) -> bool:
         and inputs_TBI.dtype == torch.float32
         and layer.hidden_size >= NARROWEST
         and len(inputs_TBI) >= SHORTEST
-        and torch.is_grad_enabled()
     )
 
 
@@ -83,7 +86,7 @@ def _by_our_recurrence(
     outputs_TBH, c_BH = _Recurrence.apply(  # type: ignore[no-untyped-call]
         inputs_TBI, weight_4HI, weight_4HH, sum(biases), kept_4HH, weight_p, h_BH, c_BH, dtype
     )
-    return outputs_TBH, (outputs_TBH.detach()[-1:], c_BH.unsqueeze(0))
+    return outputs_TBH, (outputs_TBH.detach()[-1:].clone(), c_BH.unsqueeze(0))
 
 
 def kept_weights(weight_4HH: Tensor, kept_4HH: Tensor | None, weight_p: float) -> Tensor:
@@ -104,6 +107,7 @@ class _Kept(torch.autograd.Function):
         return kept_weights(weight_4HH, kept_4HH, weight_p)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_weight_4HH: Tensor) -> tuple[Tensor, None, None]:
         (kept_4HH,) = ctx.saved_tensors
         return kept_weights(d_weight_4HH, kept_4HH, ctx.weight_p), None, None
@@ -152,6 +156,7 @@ class _Recurrence(torch.autograd.Function):
         return outputs_TBH[1:], last_c_BH
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *d_returned: Tensor) -> tuple[Tensor | None, ...]:
         (
             inputs_NI, weight_4HI, weight_4HH, kept_4HH, matrix_GH, gates_TBG, outputs_TBH, cells_TBH

@@ -1,7 +1,8 @@
-"""In which precision matrix products are computed; weights, states, losses and sums are float32 in each.
+"""In which precision matrix products are computed; weights, gradients and losses are float32 in each.
 
 float32 is exact to its 24 bits. tf32 rounds the factors of a product to 11 bits, on NVIDIA GPUs from Ampere
-on. bf16 rounds factors and products to 8 bits, on such GPUs and on CPUs with AVX-512 BF16 or AMX.
+on. bf16 rounds factors and products to 8 bits, on such GPUs and on CPUs with AVX-512 BF16 or AMX; where
+torch's own LSTM runs, on GPUs and for narrow layers, its states and gates are bf16 as well.
 """
 
 from collections.abc import Iterator
@@ -18,15 +19,15 @@ class UnsupportedPrecision(ValueError):
 
 def require_precision(precision: Precision, device: torch.device) -> None:
     """Raises UnsupportedPrecision where the device has no such products, or would only imitate them."""
-    on_gpu = device.type == "cuda"
-    if precision == "tf32" and not (on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)):
+    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if precision == "tf32" and not ampere:
         raise UnsupportedPrecision(
             f"precision 'tf32' is for NVIDIA GPUs from Ampere on, and this is {_named(device)}: "
             "set training.precision to 'float32' or, where the processor has it, 'bf16'"
         )
-    if precision == "bf16" and not (torch.cuda.is_bf16_supported(False) if on_gpu else _cpu_has_bf16()):
+    if precision == "bf16" and not (ampere or (device.type == "cpu" and _cpu_has_bf16())):
         raise UnsupportedPrecision(
-            f"precision 'bf16' is for GPUs from Ampere on and for CPUs with AVX-512 BF16 or AMX; "
+            "precision 'bf16' is for GPUs from Ampere on and for CPUs with AVX-512 BF16, AMX or ARM's BF16; "
             f"{_named(device)} would only imitate it, slowly: set training.precision to 'float32'"
         )
 

@@ -59,8 +59,8 @@ def head_losses(
     """The losses of one or two passes, whose hidden vectors are (N, H) each; in the words of the table.
 
     Without `second_gradient` the logits of the second pass, which then has no target, are a constant. The
-    products that logits take part in are computed in `dtype` where one is given; those of a penalty without
-    logits never are, since it is a difference of numbers close to each other.
+    products that logits take part in, those of a penalty made from logits too, are computed in `dtype` where
+    one is given; those of a penalty without logits are not.
     """
     targeted = hidden if target == "mean" else hidden[:1]
     if penalty == "difference" and (len(targeted) == 1 or decoder_VH.shape[1] <= WIDEST_GRAM):

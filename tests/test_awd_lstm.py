@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from models.awd_lstm import AWDLSTM, Pass
 from models.config import AWDLSTMConfig
-from models.masks import Masks
+from models.masks import Masks, _KeepOnDevice
 
 T, B, V = 5, 3, 11
 RATES = ("embed_p", "input_p", "hidden_p", "output_p", "weight_p")
@@ -232,6 +232,28 @@ def test_masks_are_a_function_of_their_key() -> None:
     for mask, same, different in zip(first, again, other, strict=True):
         assert torch.equal(mask, same)
         assert not torch.equal(mask, different)
+
+
+def test_no_two_parts_of_a_pass_share_their_masks() -> None:
+    """All widths and rates equal, so that equal bits would make equal masks."""
+    config = AWDLSTMConfig(40, 40, 3, True, True, 0.5, 0.5, 0.5, 0.5, 0.5)
+    masks = every_mask(AWDLSTM(config, 40 * B, seeded(1)).draw_masks(B, T, 3))
+    beginnings = {tuple((mask.flatten()[: 40 * B] != 0).tolist()) for mask in masks}
+    assert len(beginnings) == len(masks) == 8
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_kept_on_a_gpu_is_drawn_by_its_own_generator(device: str) -> None:
+    first, again, other = (_KeepOnDevice(seed, torch.device(device)) for seed in (3, 3, 4))
+    for p in (0.2, 0.7):
+        kept = first(p, (400, 50))
+        assert kept.dtype == torch.bool
+        assert kept.device.type == device
+        assert kept.double().mean().item() == pytest.approx(1 - p, abs=0.02)
+        assert torch.equal(kept, again(p, (400, 50)))
+        assert not torch.equal(kept, other(p, (400, 50)))
+        assert not torch.equal(kept, first(p, (400, 50)))
+        again(p, (400, 50))
 
 
 def test_the_global_generator_is_neither_read_nor_moved() -> None:

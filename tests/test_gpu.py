@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import trials.training
+from models.config import Precision
+from models.precision import tf32_products
 from regularizers.config import Regularization
 from tests.test_step import REGULARIZATIONS
 from tests.test_training import (
@@ -68,6 +70,54 @@ def test_a_state_is_taken_up_on_another_device(one: str, other: str) -> None:
     resumed.load_state(*started.state())
     *_, last = resumed.epochs()
     assert last.epoch == 3
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("name", list(REGULARIZATIONS))
+def test_every_regularizer_trains_in_every_precision(name: str, precision: Precision) -> None:
+    single, other = (
+        Training(
+            MODEL, replace(CONFIG, lr=1.0, precision=each), REGULARIZATIONS[name], V, TRAIN, VALID, 1, "cuda"
+        )
+        for each in ("float32", precision)
+    )
+    for expected, found in zip(single.epochs(), other.epochs(), strict=True):
+        assert found.train_loss != expected.train_loss
+        assert found.train_loss == pytest.approx(expected.train_loss, rel=0.01)
+        assert found.valid_loss == pytest.approx(expected.valid_loss, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
+def test_computing_layers_again_changes_no_bit(precision: Precision) -> None:
+    kept, recomputed = (
+        Training(
+            MODEL,
+            replace(CONFIG, epochs=2, precision=precision, recompute=recompute),
+            Regularization("fraternal"),
+            *(V, TRAIN, VALID, 1, "cuda"),
+        )
+        for recompute in (False, True)
+    )
+    assert untimed(tuple(kept.epochs())) == untimed(tuple(recomputed.epochs()))
+
+
+def test_float32_is_not_tf32() -> None:
+    generator = torch.Generator().manual_seed(1)
+    one, other = (torch.randn(512, 512, generator=generator) for _ in range(2))
+    exact = one.double() @ other.double()
+    product = (one.cuda() @ other.cuda()).cpu().double()
+    assert (product - exact).abs().max().item() < 1e-3
+    with tf32_products(True):
+        rounded = (one.cuda() @ other.cuda()).cpu().double()
+    assert (rounded - exact).abs().max().item() > 1e-3
+
+
+@pytest.mark.parametrize("columns", [2, 7])
+def test_columns_give_the_loss_of_batch_1(columns: int) -> None:
+    model = build("cuda").model
+    assert evaluate(model, VALID, columns=columns) == pytest.approx(
+        evaluate(model, VALID, columns=1), abs=1e-5
+    )
 
 
 def test_an_attempt_says_which_card_it_ran_on(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Case:
         self.targets_N = self.targets_N.to(device)
         return self
 
-    def head(self, name: str, kappa: float = 0.3) -> HeadLosses:
+    def head(self, name: str, kappa: float = 0.3, dtype: torch.dtype | None = None) -> HeadLosses:
         first_NH, second_NH, decoder_VH, bias_V = self.inputs
         row = REGULARIZERS[name.split(",")[0]]
         return head_losses(
@@ -52,6 +52,7 @@ class Case:
             penalty=row.penalty,
             kappa=kappa,
             second_gradient=row.second_gradient or "flowing" in name,
+            dtype=dtype,
         )
 
     def whole(self, name: str, kappa: float = 0.3) -> Tensor:
@@ -107,6 +108,18 @@ def test_single_precision_is_as_close_as_its_digits_allow(name: str, width: int)
     assert_close_in_norm(total.double(), whole, 1e-6)
     for gradient, expected in zip(case.gradients(total), exact.gradients(whole), strict=True):
         assert_close_in_norm(gradient.double(), expected, 1e-5)
+
+
+@EVERY
+@EACH_WAY
+def test_products_in_bfloat16_are_as_close_as_its_digits_allow(name: str, width: int) -> None:
+    exact, case = Case(width=width), Case(width=width, dtype=torch.float32)
+    total, whole = case.head(name, dtype=torch.bfloat16).total, exact.whole(name)
+    assert total.dtype == torch.float32
+    assert total.item() != case.head(name).total.item()
+    assert_close_in_norm(total.double(), whole, 5e-3)
+    for gradient, expected in zip(case.gradients(total), exact.gradients(whole), strict=True):
+        assert_close_in_norm(gradient.double(), expected, 2e-2)
 
 
 @EVERY

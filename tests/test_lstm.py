@@ -23,21 +23,23 @@ DROPPED = pytest.mark.parametrize("weight_p", [0.0, 0.3])
 class Given:
     """A layer with inputs, a state that is not zero, and a gradient for its outputs."""
 
-    def __init__(self, weight_p: float, dtype: torch.dtype = torch.float64, steps: int = T) -> None:
+    def __init__(
+        self, weight_p: float, dtype: torch.dtype = torch.float64, steps: int = T, width: int = H
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=dtype)
 
-        self.layer = nn.LSTM(INPUTS, H).to(dtype)
+        self.layer = nn.LSTM(INPUTS, width).to(dtype)
         with torch.no_grad():
             for parameter in self.layer.parameters():
                 parameter.copy_(normal(*parameter.shape))
         self.inputs_TBI = normal(steps, B, INPUTS).requires_grad_()
-        self.state = normal(1, B, H), normal(1, B, H)
-        self.kept_4HH = torch.rand(4 * H, H, generator=generator) >= weight_p if weight_p else None
+        self.state = normal(1, B, width), normal(1, B, width)
+        self.kept_4HH = torch.rand(4 * width, width, generator=generator) >= weight_p if weight_p else None
         self.weight_p = weight_p
-        self.d_outputs_TBH = normal(steps, B, H)
+        self.d_outputs_TBH = normal(steps, B, width)
 
     def results(self, way: Callable[..., Any], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
         """The outputs, the last state, and the gradient of everything that has one."""
@@ -82,12 +84,39 @@ def test_products_in_bfloat16_are_off_by_its_rounding_and_no_more(weight_p: floa
         assert_close_to_largest(one, other, 0.1)
 
 
-def test_the_state_that_is_carried_has_no_gradient_and_is_no_view_of_the_outputs_graph() -> None:
+@pytest.mark.parametrize("width", [37, 64])
+def test_in_single_precision_ours_is_what_torchs_is_in_double(width: int) -> None:
+    """Where oneDNN lays the matrix out: it does so for no other precision of ours."""
+    single, double = (Given(0.3, dtype, steps=9, width=width) for dtype in (torch.float32, torch.float64))
+    with torch.no_grad():
+        for one, other in zip(single.layer.parameters(), double.layer.parameters(), strict=True):
+            other.copy_(one.mul_(0.2))
+        double.inputs_TBI.copy_(single.inputs_TBI)
+        double.d_outputs_TBH.copy_(single.d_outputs_TBH)
+    double.state = single.state[0].double(), single.state[1].double()
+    double.kept_4HH = single.kept_4HH
+    expected = double.results(models.lstm._by_torch)
+    for one, other in zip(single.results(models.lstm._by_our_recurrence), expected, strict=True):
+        assert_close_to_largest(one.double(), other, 1e-5)
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    given = Given(0.3)
+    for way in WAYS.values():
+        outputs_TBH, _ = way(given.layer, given.inputs_TBI, given.state, given.kept_4HH, 0.3, None)
+        loss = outputs_TBH.square().sum()
+        (gradient,) = torch.autograd.grad(loss, [given.layer.weight_hh_l0], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            torch.autograd.backward(gradient.sum())
+
+
+def test_the_state_that_is_carried_has_no_gradient_and_keeps_nothing_else_alive() -> None:
     given = Given(0.3)
     for way in WAYS.values():
         _, state = way(given.layer, given.inputs_TBI, given.state, given.kept_4HH, given.weight_p, None)
         assert [tuple(each.shape) for each in state] == [(1, B, H)] * 2
         assert not any(each.requires_grad for each in state)
+        assert {each.untyped_storage().nbytes() for each in state} == {8 * B * H}
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -100,10 +129,11 @@ def test_the_way_is_chosen_by_what_is_faster(ours: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(models.lstm, "SHORTEST", T)
     for given in (Given(0.3, torch.float32), Given(0.3, torch.float32, T - 1), Given(0.3)):
         lstm(given.layer, given.inputs_TBI, given.state, given.kept_4HH, given.weight_p)
-    with torch.no_grad():
+    with torch.no_grad():  # the pass of Expectation-Linear Dropout that has no gradient equals one that has
         given = Given(0.3, torch.float32)
         lstm(given.layer, given.inputs_TBI, given.state, given.kept_4HH, given.weight_p)
-    assert taken == ["_by_our_recurrence" if ours else "_by_torch", *["_by_torch"] * 3]
+    chosen = "_by_our_recurrence" if ours else "_by_torch"
+    assert taken == [chosen, "_by_torch", "_by_torch", chosen]
 
 
 def test_dropped_weights_are_zero_and_the_rest_is_scaled() -> None:

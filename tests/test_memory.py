@@ -77,6 +77,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, int]] = [
         31,
     ),
     (
+        {"embedding_size": 16, "layers": 1},
+        {"batch_size": 2, "bptt": 10, "averaging": "none"},
+        "none",
+        300_000,
+    ),
+    (
         {"embedding_size": 300, "hidden_size": 1100, "layers": 3},
         {"batch_size": 40, "bptt": 35, "averaging": "none"},
         "fraternal",

@@ -380,7 +380,7 @@ def test_the_loss_of_a_long_stream_is_as_exact_as_that_of_a_short_one(
     zeros = model.embedding.new_zeros(1, 1, MODEL.embedding_size)
 
     def guessing(tokens_TB: Tensor, state: State, masks: Masks | None, **how: Any) -> Pass:
-        outputs = zeros.expand(len(tokens_TB), -1, -1)
+        outputs = zeros.expand(*tokens_TB.shape, -1)
         return Pass(outputs, outputs, state)
 
     monkeypatch.setattr(model, "forward", guessing)

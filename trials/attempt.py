@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from models.precision import UnsupportedPrecision
 from trials.checkpoints import BestCheckpoint, pack_state, unpack_state
 from trials.corpora import FILES, Corpus, CorpusError, CorpusSpec, PathCorpus, load_corpus
 from trials.ledger import Failure, Report, Task
@@ -42,7 +43,7 @@ def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Generator
         yield from _train(task, store, data_dir)
     except Diverged as error:
         yield _failed("diverged", str(error))
-    except CorpusError as error:
+    except (CorpusError, UnsupportedPrecision) as error:
         yield _failed("user_error", str(error))
     except OSError:  # the store's disk is full, or its network is down
         yield _failed("infrastructure", traceback.format_exc())

@@ -4,7 +4,7 @@ It is computed in columns side by side, each begun a while before its own first 
 from the state that the one before it ends in is looked at afterwards; where it did not, it is run again from
 there. So the result is that of batch 1, but for rounding, whatever a model remembers.
 
-T time steps of a column, C columns, N predicted words, K samples of the masks, H width of a layer.
+T time steps of a column, C columns, N predicted words, V vocabulary, H width of a layer.
 """
 
 import dataclasses
@@ -39,11 +39,15 @@ WARM_UP = 192
 SAME_STATE = 1e-5
 """States, h and c of every layer, that differ by no more are one: rounding alone makes a tenth of it."""
 
+ROUNDS = 2
+"""How often the columns that began wrong are run again side by side."""
+
 
 def evaluate(model: AWDLSTM, ids: Ids, window: int = EVALUATION_WINDOW, columns: int | None = None) -> float:
     """Mean loss in nats per token over all N predicted tokens, without dropout.
 
-    The window bounds memory; neither it nor the number of columns changes the result by more than rounding.
+    So many logits rows are made at once as the window says, one for each column at least; neither it nor the
+    number of columns changes the result by more than rounding.
     Raises ValueError if there is nothing to predict.
     """
     return -_target_log_probabilities(model, ids, None, window, columns).sum().item() / (len(ids) - 1)
@@ -64,15 +68,13 @@ def evaluate_mc(
     sample, too, drops.
     """
     columns = columns if model.config.locked else 1
-    log_p_KN = torch.stack(
-        [
-            _target_log_probabilities(
-                model, ids, model.draw_masks(1, window, key(seed, MC_MASKS, sample)), window, columns
-            )
-            for sample in range(masks)
-        ]
-    )
-    return -(log_p_KN.logsumexp(0) - math.log(masks)).sum().item() / (len(ids) - 1)
+    summed_N: Tensor | None = None
+    for sample in range(masks):
+        drawn = model.draw_masks(1, window, key(seed, MC_MASKS, sample))
+        log_p_N = _target_log_probabilities(model, ids, drawn, window, columns)
+        summed_N = log_p_N if summed_N is None else torch.logaddexp(summed_N, log_p_N)
+    assert summed_N is not None
+    return math.log(masks) - summed_N.sum().item() / (len(ids) - 1)
 
 
 def key(*parts: int) -> int:
@@ -90,47 +92,55 @@ def _target_log_probabilities(
     count = len(tokens) - 1
     length = math.ceil(count / (columns or min(MOST_COLUMNS, max(1, count // SHORTEST_COLUMN))))
     first_C = torch.arange(0, count, length, device=tokens.device)
-    steps = max(1, window // len(first_C))
 
     def run(begin: int, end: int, first_C: Tensor, state: State) -> tuple[Tensor, State]:
-        """log p (T, C) of the steps of columns that begin at these words, and the state after them."""
-        # Beyond either end of the stream stands its last word: what comes of that is cut off.
+        """log p (T, C) of the next words, for each column from its first word on, and the last state."""
+        # A column reaches over an end of the stream: what comes of that is cut off, or found wrong.
         at_TC = (torch.arange(begin, end, device=tokens.device).unsqueeze(1) + first_C).clamp(0, count - 1)
         log_p = []
-        for some_TC in torch.split(at_TC, steps):
-            cut = masks and _cut(masks, len(some_TC))
-            result = model(tokens[some_TC], state, cut)
+        for some_TC in torch.split(at_TC, max(1, window // len(first_C))):
+            result = model(tokens[some_TC], state, masks and _cut(masks, len(some_TC)))
             state = result.state
-            logits_NV = model.decode(result.dropped_TBH).flatten(0, 1)
-            loss_N = F.cross_entropy(logits_NV, tokens[some_TC + 1].flatten(), reduction="none")
-            log_p.append(-loss_N.double().view_as(some_TC))
-        return torch.cat(log_p), state
+            if begin >= 0:  # else only the state is wanted
+                logits_NV = model.decode(result.dropped_TBH).flatten(0, 1)
+                loss_N = F.cross_entropy(logits_NV, tokens[some_TC + 1].flatten(), reduction="none")
+                log_p.append(-loss_N.double().view_as(some_TC))
+        return torch.cat(log_p) if log_p else at_TC.new_empty(0), state
 
     begun = zero = model.zero_state(len(first_C))
     if len(first_C) > 1:
         _, begun = run(-WARM_UP, 0, first_C, zero)
-        begun = _shifted(begun, zero, by=0)
+        begun = _replaced(begun, first_C == 0, _some(zero, first_C == 0))
     log_p_TC, ended = run(0, length, first_C, begun)
-    for _ in range(len(first_C) - 1):
-        truth = _shifted(ended, zero, by=1)
-        wrong_C = _difference(begun, truth) > SAME_STATE
-        if not wrong_C.any():
+
+    def run_again(which_C: Tensor) -> None:
+        """From the states that the columns before them end in."""
+        nonlocal begun, ended
+        truth = _some(_of_the_column_before(ended, zero), which_C)
+        log_p_TC[:, which_C], last = run(0, length, first_C[which_C], truth)
+        begun, ended = _replaced(begun, which_C, truth), _replaced(ended, which_C, last)
+
+    def wrong() -> Tensor:
+        return ~(_difference(begun, _of_the_column_before(ended, zero)) <= SAME_STATE)
+
+    for _ in range(ROUNDS):
+        if not (wrong_C := wrong()).any():
             break
-        log_p_TC[:, wrong_C], again = run(0, length, first_C[wrong_C], _some(truth, wrong_C))
-        begun, ended = truth, _replaced(ended, wrong_C, again)
+        run_again(wrong_C)
+    else:  # it remembers for longer than a column: one after another is faster then
+        for column in range(1, len(first_C)):
+            if wrong()[column]:
+                run_again(torch.arange(len(first_C), device=tokens.device) == column)
     return log_p_TC.t().flatten()[:count]
 
 
-def _shifted(state: State, first: State, by: int) -> State:
-    """Each column's state as that of the column `by` after it; the first column's is that of `first`."""
+def _of_the_column_before(state: State, first: State) -> State:
+    """Each column's; for the first one, that of `first`."""
 
-    def shifted(one: Tensor, other: Tensor) -> Tensor:
-        return torch.cat([other[:, :1], one[:, 1 - by : one.shape[1] - by]], 1)
+    def moved(one: Tensor, other: Tensor) -> Tensor:
+        return torch.cat([other[:, :1], one[:, :-1]], 1)
 
-    return tuple(
-        (shifted(h, first_h), shifted(c, first_c))
-        for (h, c), (first_h, first_c) in zip(state, first, strict=True)
-    )
+    return tuple((moved(h, h_0), moved(c, c_0)) for (h, c), (h_0, c_0) in zip(state, first, strict=True))
 
 
 def _difference(one: State, other: State) -> Tensor:

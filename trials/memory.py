@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from regularizers.head import FEWEST_ROWS
+from trials.evaluation import EVALUATION_WINDOW
 from trials.spec import TrialConfig
 
 HEADROOM = 1.15
@@ -55,8 +56,9 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
     embedding = passes * model.embedding_size
     head = vocabulary_size * ((passes + 1) * rows + 2 * last + embedding)
     step = passes * (activations + masked_weights) + made_again + head
+    evaluation = 2 * EVALUATION_WINDOW * vocabulary_size  # logits, and their logarithms of probabilities
     save = COPIES_TO_SAVE * (parameters + averages)
-    floats = 2 * parameters + averages + max(step, save)
+    floats = 2 * parameters + averages + max(step, evaluation, save)
     return int(HEADROOM * (LIBRARIES + FLOAT * floats))
 
 
