@@ -36,11 +36,11 @@ bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, tria
 
 # The peer that steps are measured beside, in a folder of its own: it would bring another torch.
 benchmarks/.fastai: benchmarks/fastai-requirements.txt $(VENV)/.installed
-	@$(PIP) --no-deps --target $@ --requirement $<
+	@$(PIP) --no-deps --upgrade --target $@ --requirement $<
 	@touch $@
 
 clean: ## remove the environment; data stays
-	rm -rf $(VENV)
+	rm -rf $(VENV) benchmarks/.fastai
 
 $(VENV)/bin/python:
 	@echo "creating $(VENV)"

@@ -26,8 +26,9 @@ import numpy as np
 from rich.console import Console
 
 from service.client import FraternalClient
+from service.errors import INTERRUPTED
 from service.launcher import DRIVER_ENVIRONMENT
-from service.running import Signals, running_service
+from service.running import Interrupted, Signals, running_service
 
 TRIALS = 20
 MODEL = {"embedding_size": 64, "hidden_size": 64, "layers": 1}
@@ -52,7 +53,7 @@ def write_text(folder: Path, tokens: int) -> Path:
     return folder
 
 
-def of_a_sweep(client: FraternalClient, text: Path) -> Overhead:
+def of_a_sweep(client: FraternalClient, text: Path, signals: Signals) -> Overhead:
     body = {
         "corpus": {"path": str(text)},
         "model": MODEL,
@@ -66,7 +67,7 @@ def of_a_sweep(client: FraternalClient, text: Path) -> Overhead:
     sweep = client.create(body)
     first = None
     while sweep.finished_at is None:
-        time.sleep(0.02 if first is None else 0.2)
+        signals.pause(0.02 if first is None else 0.2)
         sweep = client.get(sweep.id)
         first = first or (time.time() - began if sweep.epochs_done else None)
     assert sweep.state == "succeeded", sweep
@@ -149,7 +150,7 @@ def of_bare_tune(text: Path) -> Overhead:
     ended = subprocess.run(
         [sys.executable, "-c", BARE, json.dumps(given)],
         env={**os.environ, **DRIVER_ENVIRONMENT, "RAY_AUTH_TOKEN": "0" * 64},
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
@@ -164,16 +165,16 @@ def main() -> None:
     given = parser.parse_args()
     found: dict[str, list[Overhead]] = {"fraternal": [], "bare Ray Tune": []}
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=Path.cwd())))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "text").mkdir()
         text = write_text(folder / "text", given.tokens)
         signals = stack.enter_context(Signals())
         console = Console(file=sys.stderr)
         client = stack.enter_context(running_service(folder / "service", signals, console))
-        of_a_sweep(client, text)  # files are in memory from here on
+        of_a_sweep(client, text, signals)  # files are in memory from here on
         for number in range(given.rounds):
             for name in list(found)[:: 1 if number % 2 == 0 else -1]:
-                one = of_a_sweep(client, text) if name == "fraternal" else of_bare_tune(text)
+                one = of_a_sweep(client, text, signals) if name == "fraternal" else of_bare_tune(text)
                 found[name].append(one)
                 print(name, one, file=sys.stderr, flush=True)
     print(
@@ -188,4 +189,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Interrupted:
+        sys.exit(INTERRUPTED)

@@ -13,15 +13,15 @@ from statistics import median
 
 import torch
 
-from benchmarks.step import CONFIGURATIONS, Way, Worker, names, processor, workers
+from benchmarks.step import CONFIGURATIONS, Way, Worker, names, processor, require_known, workers
 from models.config import Precision
 
 
 def tokens_per_s(each: list[Worker]) -> float:
-    """Of all of them at once."""
+    """Of all of them at once, by the time of the last one."""
     for worker in each:
         worker.begin("wall")
-    return sum(1 / worker.answer() for worker in each)
+    return len(each) / max(worker.answer() for worker in each)
 
 
 def row(configuration: str, precision: Precision, threads: int, rounds: int) -> str:
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--precisions", type=names, default=["float32"])
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
+    require_known(given.configurations, CONFIGURATIONS)
     threads = len(os.sched_getaffinity(0))
     print(f"torch {torch.__version__}, {processor()}, {threads} cores, medians of {given.rounds} rounds.\n")
     print(
@@ -59,7 +60,6 @@ def main() -> None:
     )
     print(f"| {threads} of 1 by 1 of {threads} | 1 of {threads} by 1 of 1 |\n|{'---|' * 7}", flush=True)
     for configuration in given.configurations:
-        assert configuration in CONFIGURATIONS, f"{configuration} is none of {', '.join(CONFIGURATIONS)}"
         for precision in given.precisions:
             print(row(configuration, precision, threads, given.rounds), flush=True)
 

@@ -1,8 +1,9 @@
-"""A training step of fastai's AWD-LSTM, in the loop that its Learner runs: of the plain model.
+"""A training step of fastai's AWD-LSTM, the plain model, in a plain loop: no Learner, none of its callbacks.
 
 Installed apart (benchmarks/fastai-requirements.txt), and imported only where it is asked for.
 """
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,9 @@ FOLDER = Path(__file__).parent / ".fastai"
 
 
 def is_installed() -> bool:
-    return (FOLDER / "fastai").is_dir()
+    """And can be imported; asked of another process, since this one has to go on without it."""
+    code = f"import sys; sys.path.append({str(FOLDER)!r}); import fastai.text.models.core"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
 def fastai_step(config: AWDLSTMConfig, vocabulary_size: int) -> Callable[[Tensor, Tensor], None]:

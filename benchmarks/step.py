@@ -5,7 +5,8 @@
 
 Each way has a process of its own, which stays; they take a few steps in turn, in an order that changes with
 the round, and medians are shown, with the range of the ratio. CPU-seconds of steps alone, no validation, on
-random text of the configuration's vocabulary in windows of 70 steps. `shipped` is glibc's allocator as it is;
+random text of the configuration's vocabulary in windows of 70 steps. The textbook way, and fastai, are always
+float32. `shipped` is glibc's allocator as it is;
 everything else runs with that of a sweep's workers. The floor is the matrix products of the same shapes and
 nothing else. fastai, for the plain model, where it is installed (benchmarks/fastai-requirements.txt).
 
@@ -20,11 +21,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -214,6 +215,7 @@ class Worker:
     """A process that takes steps when asked."""
 
     def __init__(self, way: Way) -> None:
+        self._way = way
         tuned = {name: value for name, value in DRIVER_ENVIRONMENT.items() if name.startswith("MALLOC_")}
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")},
@@ -239,7 +241,11 @@ class Worker:
 
     def answer(self) -> float:
         assert self._process.stdout is not None
-        return float(self._process.stdout.readline())
+        if not (line := self._process.stdout.readline()):
+            raise SystemExit(
+                f"{self._way} ended with exit code {self._process.wait()}: see what it said above"
+            )
+        return float(line)
 
     def end(self) -> None:
         self._process.communicate()
@@ -321,6 +327,12 @@ def names(written: str) -> list[str]:
     return written.split(",")
 
 
+def require_known(asked: list[str], known: Iterable[str]) -> None:
+    for name in asked:
+        if name not in known:
+            raise SystemExit(f"{name!r} is none of {', '.join(known)}")
+
+
 def processor() -> str:
     with open("/proc/cpuinfo") as lines:
         found = re.search(r"^model name\s*: (.*)$", lines.read(), re.MULTILINE)
@@ -345,21 +357,25 @@ def main() -> None:
     if given.worker:
         work(Way(**json.loads(given.worker)))
         return
+    require_known(given.configurations, CONFIGURATIONS)
+    require_known(given.precisions, get_args(Precision))
+    for precision in given.precisions:
+        try:
+            require_precision(precision, torch.device("cpu"))
+        except UnsupportedPrecision as error:
+            raise SystemExit(str(error)) from error
     regularizers = [(name.split("+")[0], "+" not in name) for name in given.regularizers]
     differences = [
         largest_difference(Regularization(name, eld_stop_gradient=stop)) for name, stop in regularizers
     ]
     print(f"torch {torch.__version__}, {processor()}, medians of {given.rounds} alternating runs.")
-    print(f"In float64 the two ways differ by {max(differences):.0e} in loss and gradients.\n")
+    print(
+        f"In float64, on a small model, the two ways differ by {max(differences):.0e} in loss and gradients.\n"
+    )
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     for configuration in given.configurations:
         for regularizer, stop in regularizers:
             for precision in given.precisions:
-                try:
-                    require_precision(precision, torch.device("cpu"))
-                except UnsupportedPrecision as error:
-                    print(f"\n{error}\n", flush=True)
-                    continue
                 for threads in given.threads:
                     ours = Way("ours", configuration, regularizer, stop, int(threads), precision=precision)
                     print(row(ours, given.rounds), flush=True)

@@ -28,7 +28,7 @@ def require_precision(precision: Precision, device: torch.device) -> None:
     if precision == "bf16" and not (ampere or (device.type == "cpu" and _cpu_has_bf16())):
         raise UnsupportedPrecision(
             "precision 'bf16' is for GPUs from Ampere on and for CPUs with AVX-512 BF16, AMX or ARM's BF16; "
-            f"{_named(device)} would only imitate it, slowly: set training.precision to 'float32'"
+            f"this one, {_named(device)}, would only imitate it, slowly: set training.precision to 'float32'"
         )
 
 
@@ -55,4 +55,4 @@ def _cpu_has_bf16() -> bool:
 
 
 def _named(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"

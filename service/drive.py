@@ -24,7 +24,7 @@ def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> i
         drive(
             ledger,
             journal,
-            spec.resources,
+            spec,
             store_url=settings.resolved_store_url,
             data_dir=settings.data_dir,
             scratch=scratch,

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,6 +55,13 @@ class Capacity:
     """Whether they compute in bfloat16, as models.precision finds it."""
 
 
+def local_capacity() -> Capacity:
+    """Of this machine, as far as this process may use it and torch can."""
+    return Capacity(
+        cpus=len(os.sched_getaffinity(0)), gpus=len(_visible_gpus()), cpus_have_bf16=_cpus_have_bf16()
+    )
+
+
 class Launcher(Protocol):
     def capacity(self) -> Capacity: ...
 
@@ -80,9 +88,7 @@ class LocalLauncher:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def capacity(self) -> Capacity:
-        return Capacity(
-            cpus=len(os.sched_getaffinity(0)), gpus=len(_visible_gpus()), cpus_have_bf16=_cpus_have_bf16()
-        )
+        return local_capacity()
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
         scratch = _scratch(sweep_id)
@@ -181,15 +187,20 @@ def end_marked_processes(mark: str, value: str) -> None:
         time.sleep(0 if left else SECONDS_OF_EXEC)  # what is being started has its mark by then
 
 
-def _cpus_have_bf16() -> bool:
+def _cpus_have_bf16(listed: Path = Path("/proc/cpuinfo")) -> bool:
     """By the kernel's list of what they can do: torch, which knows, is not loaded here."""
-    with open("/proc/cpuinfo") as lines:
+    with listed.open() as lines:
         found = re.search(r"^(?:flags|Features)\s*:(.*)$", lines.read(), re.MULTILINE)
     return found is not None and not BF16_FLAGS.isdisjoint(found[1].split())
 
 
 def _visible_gpus() -> list[str]:
-    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, by their driver's files: torch is not loaded here."""
+    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, by their driver's files: torch is not loaded here.
+
+    None where torch is built for CPUs alone.
+    """
+    if version("torch").endswith("+cpu"):
+        return []
     try:
         present = sorted(os.listdir("/proc/driver/nvidia/gpus"))
     except FileNotFoundError:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
+from models.precision import UnsupportedPrecision, require_precision
 from regularizers.config import Regularization
 from service.errors import CommandFailed
 from service.progress import ProgressDisplay, of_training
@@ -231,6 +232,10 @@ def train_and_save(
     config = parse_strictly(TrialConfig, {**sections, **values})
     source = parse_corpus_spec(corpus_values)
     task = _task(config, source, seed, usable_device(device))
+    try:
+        require_precision(config.training.precision, torch.device(task.device))
+    except UnsupportedPrecision as error:
+        raise CommandFailed(str(error)) from error
     print(described(task))
     corpus = load(source, data_dir)
     try:

@@ -381,7 +381,8 @@ def _record(row: RowMapping) -> SweepRecord:
 
 @lru_cache(maxsize=256)
 def _spec(written: bytes) -> SweepSpec:
-    """Read a stored spec, whose every value is checked anew: 20 x as long as to look one up."""
+    """Read a stored spec, whose every value is checked anew: milliseconds. Its readers share it, and change
+    nothing in it."""
     values = from_json(written)
     # It was laid out in full when it came: what its preset says by now must not matter.
     spec = SweepSpec.model_validate({**values, "preset": None})

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from service.client import FraternalClient
 from service.errors import INTERRUPTED, CommandFailed
+from service.launcher import local_capacity
 from service.progress import duration, follow
 from service.reproduction import (
     Curve,
@@ -34,12 +35,13 @@ from service.reproduction import (
     table_json,
     table_markdown,
 )
+from service.resources import placed
 from service.running import Interrupted, Signals, print_addresses, running_service
 from service.schemas import SweepDetail, TrialView
 from service.settings import Settings
 from service.texts import load, parse_strictly
 from trials.corpora import PUBLISHED, Corpus, PathCorpus
-from trials.spec import SweepSpec
+from trials.spec import SweepRequest, SweepSpec
 from trials.store import CheckpointStore, write_whole
 from trials.tables import MASK_SAMPLES, SCALES, TABLES, Scale, Table, build_spec
 
@@ -69,9 +71,8 @@ def get_scale(name: str) -> Scale:
 
 
 def validated(body: dict[str, Any]) -> SweepSpec:
-    """The sweep that this JSON asks for. Raises CommandFailed."""
-    spec: SweepSpec = parse_strictly(SweepSpec, body)
-    return spec
+    """The sweep that this JSON asks for, placed on this machine as the service will. Raises CommandFailed."""
+    return placed(parse_strictly(SweepRequest, body), local_capacity())
 
 
 def labels_of(table: Table, scale: Scale, spec: SweepSpec, corpus: Corpus) -> dict[str, str]:

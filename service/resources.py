@@ -43,7 +43,8 @@ def _too_much(resources: Resources, capacity: Capacity) -> list[Problem]:
         Problem(
             f"/resources/{kind}",
             "resources_infeasible",
-            f"a trial asks for {asked[kind]:g} {kind}, but there are {there[kind]:g}; ask for no more",
+            f"a trial asks for {asked[kind]:g} {kind}, but there are {there[kind]:g}"
+            f"{' that torch can use' if kind == 'gpus' else ''}; ask for no more",
         )
         for kind in asked
         if asked[kind] > there[kind]
@@ -59,8 +60,8 @@ def _unsupported_precisions(spec: SweepSpec, capacity: Capacity) -> list[Problem
         Problem(
             pointer,
             "precision_unsupported",
-            f"precision {value!r} is nothing that the CPUs here compute in: choose {' or '.join(there)}, "
-            "or give each trial a GPU with resources.gpus",
+            f"the CPUs here do not compute in {value!r}: choose {' or '.join(there)}"
+            + (", or give each trial a GPU with resources.gpus" if capacity.gpus else ""),
         )
         for pointer, value in spec.written("precision")
         if value not in there

@@ -1,5 +1,8 @@
 """What a driver settles before any trial runs. Whole drivers run in tests/test_recovery.py."""
 
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -7,9 +10,11 @@ import ray
 import torch
 from optuna.storages import InMemoryStorage
 
+import trials.driver
+from models.precision import UnsupportedPrecision
 from tests.fakes import MemoryJournal, open_ledger, spec
-from trials.driver import drive, room_for
-from trials.spec import Resources
+from trials.driver import drive, require_gpu, room_for
+from trials.spec import Resources, SweepSpec
 
 
 @pytest.mark.parametrize(
@@ -31,12 +36,53 @@ def test_there_is_room_for_whole_trials_each_on_one_gpu(
     assert room_for(resources) == room
 
 
+def test_a_driver_loads_no_torch() -> None:
+    """What the first epoch waits for are its workers, which do."""
+    code = "import sys, service.drive; print([name for name in sys.modules if name.split('.')[0] == 'torch'])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "[]"
+
+
+def test_the_lease_is_renewed_while_torch_looks_for_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may take longer than a lease: CUDA's build of torch is large."""
+    beaten = threading.Event()
+
+    class Journal(MemoryJournal):
+        def beat(self) -> None:
+            super().beat()
+            if threading.current_thread() is not threading.main_thread():
+                beaten.set()
+
+    def looking(spec: SweepSpec) -> None:
+        assert beaten.wait(10)
+        raise RuntimeError("no GPU after all")
+
+    monkeypatch.setattr(trials.driver, "BEAT_S", 0.01)
+    monkeypatch.setattr(trials.driver, "require_gpu", looking)
+    asked = spec(resources={"gpus": 1})
+    ledger = open_ledger(asked, InMemoryStorage(), Journal())
+    with pytest.raises(RuntimeError, match="no GPU after all"):
+        drive(ledger, Journal(), asked, store_url="", data_dir=tmp_path, scratch=tmp_path)
+
+
+def test_a_precision_that_the_gpu_has_not_is_said_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older card")
+    asked = spec(resources={"gpus": 1}, arms={"a": {"precision": "bf16"}, "b": {}})
+    with pytest.raises(UnsupportedPrecision, match="an older card"):
+        require_gpu(asked)
+    require_gpu(spec(resources={"gpus": 1}))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_a_gpu_that_torch_cannot_use_is_said_before_any_trial(tmp_path: Path) -> None:
     asked = spec(resources={"gpus": 0.5})
     ledger = open_ledger(asked, InMemoryStorage(), MemoryJournal())
     with pytest.raises(RuntimeError, match=r"finds no CUDA device: .* resources\.gpus 0"):
-        drive(ledger, MemoryJournal(), asked.resources, store_url="", data_dir=tmp_path, scratch=tmp_path)
+        drive(ledger, MemoryJournal(), asked, store_url="", data_dir=tmp_path, scratch=tmp_path)
     task = ledger.next_task()
     assert task is not None
     assert (task.device, task.gpu_share) == ("cuda", 0.5)

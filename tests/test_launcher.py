@@ -15,7 +15,14 @@ import torch
 
 import service.launcher
 from models.precision import UnsupportedPrecision, require_precision
-from service.launcher import LOG_TAIL_BYTES, MARK, LocalLauncher, _scratch, marked_processes
+from service.launcher import (
+    LOG_TAIL_BYTES,
+    MARK,
+    LocalLauncher,
+    _cpus_have_bf16,
+    _scratch,
+    marked_processes,
+)
 from service.settings import Settings
 
 SLEEP = """
@@ -270,8 +277,29 @@ def test_capacity_is_what_this_process_may_use(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5})
     monkeypatch.setattr(os, "listdir", lambda path: ["0000:01:00.0", "0000:02:00.0"])
+    monkeypatch.setattr(service.launcher, "version", lambda package: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert (launcher.capacity().cpus, launcher.capacity().gpus) == (2, 2)
     for visible, gpus in (("", 0), ("1", 1), ("0,1", 2), ("-1", 0), ("1,-1,0", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert launcher.capacity().gpus == gpus
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(service.launcher, "version", lambda package: "2.13.0+cpu")
+    assert launcher.capacity().gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "has"),
+    [
+        ("flags\t\t: fpu avx512_bf16 amx_tile", True),
+        ("flags\t\t: fpu avx2 avx512f", False),
+        ("Features\t: fp asimd bf16", True),
+        ("Features\t: fp asimd", False),
+        ("model name\t: avx512_bf16", False),
+    ],
+)
+def test_whether_cpus_compute_in_bfloat16_is_read_from_the_kernels_list(
+    tmp_path: Path, line: str, has: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    assert _cpus_have_bf16(tmp_path / "cpuinfo") == has

@@ -82,7 +82,7 @@ def test_a_cpu_that_would_only_imitate_bf16_is_refused(monkeypatch: pytest.Monke
 
 
 def test_a_cpu_has_no_tf32() -> None:
-    with pytest.raises(UnsupportedPrecision, match=r"'tf32' is for NVIDIA GPUs .* this CPU: .*'float32'"):
+    with pytest.raises(UnsupportedPrecision, match=r"'tf32' is for NVIDIA GPUs .* a CPU: .*'float32'"):
         build("fraternal", "tf32")
     require_precision("float32", CPU)
 

@@ -72,3 +72,8 @@ def test_a_precision_that_the_cpus_have_not_is_refused_where_it_is_written(
     assert [problem.pointer for problem in problems] == pointers
     for problem in problems:
         assert "resources.gpus" in problem.message
+
+
+def test_a_way_out_that_is_none_here_is_not_named() -> None:
+    (problem,) = problems_with(spec(training={"precision": "tf32"}), Capacity(cpus=2, gpus=0))
+    assert problem.message == "the CPUs here do not compute in 'tf32': choose float32"

@@ -166,12 +166,20 @@ def _named(device: str) -> str:
 
 def _runtime() -> str:
     """What else speed depends on: torch, its threads, and the allocator with its settings."""
-    tuned = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")]
+    tuned = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+    ]
     allocator = " ".join([*platform.libc_ver(), *tuned])
-    preloaded = os.environ.get("LD_PRELOAD")
-    threads = torch.get_num_threads()
-    return f"torch {torch.__version__}; threads {threads}; {allocator}" + (
-        f"; preloaded {preloaded}" if preloaded else ""
+    preloaded = [Path(path).name for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()]
+    return "; ".join(
+        [
+            f"torch {torch.__version__}",
+            f"threads {torch.get_num_threads()}",
+            allocator,
+            *(f"preloaded {name}" for name in preloaded),
+        ]
     )
 
 

@@ -1,4 +1,6 @@
-"""One process per running sweep: a Ray of its own, the ledger's tasks run on it, watch kept over both.
+"""One process per running sweep: runs the ledger's tasks with Ray Tune. The only file that knows Tuner.
+
+It loads no torch, unless a GPU is asked for: a sweep's first epoch waits for the workers to load it, already.
 
 Crash-only: nothing here needs to happen before the process dies. A new driver finds all it needs in the study
 and in the checkpoint store; whatever this one leaves in Tune's folder is never read.
@@ -8,12 +10,18 @@ import logging
 import os
 import threading
 from pathlib import Path
+from typing import cast
 
 import psutil
 import ray
+from ray import tune
+from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tuner
 
+from models.config import Precision
 from trials.ledger import Fenced, Journal, StudyLedger
-from trials.spec import Resources
+from trials.search import LedgerScheduler, StudySearch
+from trials.spec import Resources, SweepSpec
+from trials.trainable import LanguageModelTrial
 
 log = logging.getLogger(__name__)
 
@@ -25,38 +33,70 @@ EXIT_RAY_DIED = 75  # EX_TEMPFAIL: start another driver
 def drive(
     ledger: StudyLedger,
     journal: Journal,
-    resources: Resources,
+    spec: SweepSpec,
     *,
     store_url: str,
     data_dir: Path,
     scratch: Path,
 ) -> None:
-    """Run every task of the ledger; returns when no trial is open. `scratch` may be deleted afterwards."""
+    """Run every task of the ledger; returns when no trial is open. `scratch` may be deleted afterwards.
+
+    Raises RuntimeError, or UnsupportedPrecision, where the GPUs are not what the sweep asks for.
+    """
     if ledger.exhausted:
         return
-    if resources.gpus:
-        from trials.tuning import require_gpu
-
-        require_gpu(resources.gpus)
     ray_is_up, done = threading.Event(), threading.Event()
     threading.Thread(target=_keep_watch, args=(journal, ray_is_up, done), daemon=True).start()
-    start_ray(scratch)
-    ray_is_up.set()
-    max_concurrent = resources.max_concurrent or room_for(resources)
-    if not resources.gpus:  # which processes see which GPU is not settled yet
-        for _ in range(min(max_concurrent, os.cpu_count() or 1)):
-            _load_what_trials_need.remote()
-    from trials.tuning import run_tasks  # only here, while the workers load the same: it takes seconds
-
-    run_tasks(ledger, resources, max_concurrent, store_url=store_url, data_dir=data_dir, scratch=scratch)
-    done.set()  # from here on Ray may go
+    try:
+        if spec.resources.gpus:
+            require_gpu(spec)
+        start_ray(scratch)
+        ray_is_up.set()
+        _run(ledger, spec.resources, store_url, data_dir, scratch)
+    finally:
+        done.set()  # from here on Ray may go
     ray.shutdown()
 
 
-@ray.remote(num_cpus=0, max_retries=0)
-def _load_what_trials_need() -> None:
-    """In a process that Ray will run trials in."""
-    import trials.trainable  # noqa: F401
+def _run(ledger: StudyLedger, resources: Resources, store_url: str, data_dir: Path, scratch: Path) -> None:
+    search = StudySearch(
+        ledger,
+        max_concurrent=resources.max_concurrent or room_for(resources),
+        shared={"store_url": store_url, "data_dir": str(data_dir), "cpus": resources.cpus},
+    )
+    tuner = Tuner(
+        tune.with_resources(LanguageModelTrial, {"cpu": resources.cpus, "gpu": resources.gpus}),
+        tune_config=TuneConfig(
+            num_samples=-1,  # the ledger knows when to end
+            search_alg=search,
+            scheduler=LedgerScheduler(ledger, search),
+            reuse_actors=True,
+            trial_dirname_creator=lambda trial: str(trial.trial_id),  # by default it is a task, spelt out
+        ),
+        run_config=RunConfig(
+            name="tune",
+            storage_path=str(scratch),
+            failure_config=FailureConfig(max_failures=0),  # the ledger owns retries
+            checkpoint_config=CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
+            verbose=0,
+        ),
+    )
+    tuner.fit()
+
+
+def require_gpu(spec: SweepSpec) -> None:
+    """Ask torch, which takes seconds to load, whether its GPU computes what the sweep wants."""
+    import torch
+
+    from models.precision import require_precision
+
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"resources.gpus is {spec.resources.gpus:g}, but torch {torch.__version__} finds no CUDA device: "
+            "install its CUDA build and NVIDIA's driver, or submit with resources.gpus 0"
+        )
+    for _, precision in spec.written("precision"):
+        require_precision(cast("Precision", precision), torch.device("cuda"))
 
 
 def start_ray(scratch: Path) -> None:

@@ -16,8 +16,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     FiniteFloat,
+    Tag,
     TypeAdapter,
     ValidationError,
     model_validator,
@@ -385,7 +387,10 @@ class SweepSpec(Wire):
 class SweepRequest(SweepSpec):
     """A sweep as a client may ask for it."""
 
-    resources: Resources | Literal["auto"] = Resources()  # type: ignore[assignment]
+    resources: Annotated[
+        Annotated[Resources, Tag("resources")] | Annotated[Literal["auto"], Tag("auto")],
+        Discriminator(lambda given: "auto" if isinstance(given, str) else "resources"),
+    ] = Resources()  # type: ignore[assignment]
     """`auto` leaves it to the service: it chooses when the sweep comes, by what the machine has and what was
     measured, and the sweep says what it chose."""
 

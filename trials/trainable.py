@@ -1,13 +1,14 @@
-"""What Ray Tune runs: an attempt, one epoch a step. A module of its own, so that Ray pickles it by name."""
+"""What Ray Tune runs: an attempt, one epoch a step. A module of its own, so that Ray pickles it by name.
+
+The driver names this class, too, and has no use for torch: so it is loaded where a trial runs.
+"""
 
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import torch
 from ray import tune
 
-from trials.attempt import run_attempt
 from trials.ledger import Report, Task
 from trials.store import CheckpointStore
 
@@ -16,16 +17,22 @@ class LanguageModelTrial(tune.Trainable):
     """Runs attempts, one after another in the same process: loading torch anew costs seconds a trial."""
 
     def setup(self, config: dict[str, Any]) -> None:
+        import torch
+
         torch.set_num_threads(max(1, int(config["cpus"])))
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
+        import torch
+
         self._reports.close()  # the earlier attempt may have been pruned in the middle
         torch.cuda.empty_cache()  # what it held of a GPU is for the trials beside this one, too
         self._begin(new_config)
         return True
 
     def _begin(self, config: dict[str, Any]) -> None:
+        from trials.attempt import run_attempt
+
         task: Task = config["task"]
         self._reports: Generator[Report] = run_attempt(
             task, CheckpointStore(config["store_url"]), Path(config["data_dir"])
