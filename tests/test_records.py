@@ -15,7 +15,7 @@ import optuna
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, event, inspect, text
+from sqlalchemy import create_engine, event, inspect, text, update
 from sqlalchemy.exc import OperationalError
 
 from service.errors import SweepNotFound
@@ -30,6 +30,7 @@ from service.records import (
     migrate,
     now,
     open_engine,
+    sweeps,
 )
 from service.studies import open_storage
 from tests.fakes import epoch_fields, spec
@@ -174,6 +175,20 @@ def test_sweep_comes_back_as_it_was_submitted(records: Records) -> None:
     assert record.spec == asked
     assert list(record.spec.arms) == ["z", "a"]
     assert (record.state, record.desired_state, record.generation) == ("queued", "running", 0)
+
+
+def test_sweep_of_an_earlier_version_has_the_defaults_of_what_that_did_not_know(records: Records) -> None:
+    """Nor need its preset be there any more."""
+    record = records.add_sweep("s1", spec())
+    written = record.spec.model_dump(mode="json")
+    written["preset"] = "one that is gone"
+    for name in ("precision", "recompute"):
+        del written["training"][name]
+    with records.engine.begin() as connection:
+        connection.execute(update(sweeps).values(spec=written))
+    found = records.get_sweep("s1").spec
+    assert found.preset == "one that is gone"
+    assert found.model_copy(update={"preset": None}) == spec()
 
 
 def test_sweep_that_is_not_there_is_named(records: Records) -> None:

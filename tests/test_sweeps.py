@@ -15,7 +15,7 @@ from service.sweeps import SweepController
 from tests.fakes import MemoryLauncher, failed, report, reports, spec, with_loss
 from tests.service_process import write_corpus
 from trials.ledger import Failure, StudyLedger, Task, close_open_trials
-from trials.spec import SweepSpec
+from trials.spec import Resources, SweepRequest, SweepSpec
 from trials.store import CheckpointStore, unpack
 
 
@@ -62,6 +62,16 @@ def test_new_sweep_waits_and_has_nothing_yet(controller: SweepController, asked:
     assert (view.best, view.time_left_s, view.dashboard_url, view.epochs_done) == (None, None, None, 0)
     assert controller.trials(view.id) == []
     assert controller.get(view.id) == view
+
+
+def test_resources_that_are_left_to_the_service_are_written_down_as_it_chose_them(
+    controller: SweepController, asked: SweepSpec
+) -> None:
+    for trials, cpus in ((6, 1), (1, 2)):
+        body = {**asked.model_dump(mode="json"), "budget": {"trials": trials}, "resources": "auto"}
+        view = controller.create(SweepRequest.model_validate(body))
+        assert view.spec.resources == Resources(cpus=cpus)
+        assert controller.get(view.id) == view
 
 
 @pytest.mark.parametrize(
