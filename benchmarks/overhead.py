@@ -150,10 +150,12 @@ def of_bare_tune(text: Path) -> Overhead:
     ended = subprocess.run(
         [sys.executable, "-c", BARE, json.dumps(given)],
         env={**os.environ, **DRIVER_ENVIRONMENT, "RAY_AUTH_TOKEN": "0" * 64},
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
+    if ended.returncode:
+        raise SystemExit(f"bare Ray Tune ended with exit code {ended.returncode}: {ended.stderr}")
     said: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return overhead(said["ended"][0] - began, said["ended"], said["seconds"], said["at"] - began)
 
