@@ -24,6 +24,9 @@ from models.masks import Masks, draw_masks, nothing_dropped
 # at the first step that the weights are copied at every call, as masked weights must be.
 torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")  # read when CUDA is first used
+# What a CPU would do otherwise: oneDNN keeps a kernel and megabytes of work space for each of a thousand
+# shapes, and windows have dozens of lengths. In bfloat16 that came to more than the rest of a process.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # read when oneDNN is first used
 warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
 
 State = tuple[tuple[Tensor, Tensor], ...]

@@ -28,6 +28,9 @@ MC_MASKS = 5
 EVALUATION_WINDOW = 256
 """Words whose logits are made at once: enough for efficient products, few enough to stay in a cache."""
 
+MOST_LOGITS = 2**24
+"""Numbers made at once, however large the vocabulary is."""
+
 MOST_COLUMNS = 16
 
 SHORTEST_COLUMN = 1024
@@ -46,7 +49,7 @@ ROUNDS = 2
 def evaluate(model: AWDLSTM, ids: Ids, window: int = EVALUATION_WINDOW, columns: int | None = None) -> float:
     """Mean loss in nats per token over all N predicted tokens, without dropout.
 
-    So many logits rows are made at once as the window says, one for each column at least; neither it nor the
+    So many words are looked at at once as the window says, one of each column at least; neither it nor the
     number of columns changes the result by more than rounding.
     Raises ValueError if there is nothing to predict.
     """
@@ -92,6 +95,7 @@ def _target_log_probabilities(
     count = len(tokens) - 1
     length = math.ceil(count / (columns or min(MOST_COLUMNS, max(1, count // SHORTEST_COLUMN))))
     first_C = torch.arange(0, count, length, device=tokens.device)
+    rows = max(1, MOST_LOGITS // len(model.decoder_bias))
 
     def run(begin: int, end: int, first_C: Tensor, state: State) -> tuple[Tensor, State]:
         """log p (T, C) of the next words, for each column from its first word on, and the last state."""
@@ -102,10 +106,12 @@ def _target_log_probabilities(
             result = model(tokens[some_TC], state, masks and _cut(masks, len(some_TC)))
             state = result.state
             if begin >= 0:  # else only the state is wanted
-                logits_NV = model.decode(result.dropped_TBH).flatten(0, 1)
-                loss_N = F.cross_entropy(logits_NV, tokens[some_TC + 1].flatten(), reduction="none")
-                log_p.append(-loss_N.double().view_as(some_TC))
-        return torch.cat(log_p) if log_p else at_TC.new_empty(0), state
+                hidden_NH, targets_N = result.dropped_TBH.flatten(0, 1), tokens[some_TC + 1].flatten()
+                for some_nH, some_n in zip(
+                    torch.split(hidden_NH, rows), torch.split(targets_N, rows), strict=True
+                ):
+                    log_p.append(-F.cross_entropy(model.decode(some_nH), some_n, reduction="none").double())
+        return torch.cat(log_p).view_as(at_TC) if log_p else at_TC, state
 
     begun = zero = model.zero_state(len(first_C))
     if len(first_C) > 1:

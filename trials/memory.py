@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from models.lstm import NARROWEST
 from regularizers.head import FEWEST_ROWS
-from trials.evaluation import EVALUATION_WINDOW
+from trials.evaluation import EVALUATION_WINDOW, MOST_LOGITS
 from trials.spec import TrialConfig
 
 HEADROOM = 1.15
@@ -26,8 +27,14 @@ LIBRARIES = 128 * 2**20
 PER_UNIT = 24
 """Floats that a pass keeps for backward for each token and LSTM unit: gates, states, outputs."""
 
+PER_UNIT_WIDE = 16
+"""The same of a layer that our own recurrence may run."""
+
 PER_UNIT_RECOMPUTED = 4
 """The same where a layer's own are made again for its gradient: its outputs, before and after their mask."""
+
+LOGITS_AT_ONCE = 5
+"""In evaluation: of this piece and of the last, their log-softmax, and holes of that size."""
 
 COPIES_TO_SAVE = 6
 """Of the parameters, and of their averages: cloned, serialised, packed, and what earlier copies left."""
@@ -48,15 +55,16 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
     passes = 1 if config.regularization.declaration.second_pass == "none" else 2
     longest = training.bptt + (10 if training.windows == "random" else 0)
     tokens = training.batch_size * longest
-    per_unit = PER_UNIT_RECOMPUTED if training.recompute else PER_UNIT
-    activations = tokens * (per_unit * units + 4 * model.embedding_size)
-    made_again = tokens * PER_UNIT * max(out for _, out in sizes) if training.recompute else 0
+    layers = [out * (PER_UNIT_WIDE if out >= NARROWEST else PER_UNIT) for _, out in sizes]
+    kept = PER_UNIT_RECOMPUTED * units if training.recompute else sum(layers)
+    activations = tokens * (kept + 4 * model.embedding_size)
+    made_again = tokens * max(layers) if training.recompute else 0
     masked_weights = 1.25 * recurrent  # as floats, and which are kept, as booleans
     rows = min(tokens, max(FEWEST_ROWS, last))
     embedding = passes * model.embedding_size
     head = vocabulary_size * ((passes + 1) * rows + 2 * last + embedding)
     step = passes * (activations + masked_weights) + made_again + head
-    evaluation = 2 * EVALUATION_WINDOW * vocabulary_size  # logits, and their logarithms of probabilities
+    evaluation = LOGITS_AT_ONCE * min(EVALUATION_WINDOW * vocabulary_size, MOST_LOGITS)
     save = COPIES_TO_SAVE * (parameters + averages)
     floats = 2 * parameters + averages + max(step, evaluation, save)
     return int(HEADROOM * (LIBRARIES + FLOAT * floats))
