@@ -31,7 +31,7 @@ PER_UNIT_WIDE = 16
 """The same of a layer that our own recurrence may run."""
 
 PER_UNIT_RECOMPUTED = 6
-"""The same where a layer's own are made again for its gradient: its outputs, before and after their mask, and copies."""
+"""The same where a layer's own are made again for its gradient: its outputs, masked and not, and copies."""
 
 LOGITS_AT_ONCE = 5
 """In evaluation: of this piece and of the last, their log-softmax, and holes of that size."""
