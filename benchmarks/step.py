@@ -109,10 +109,11 @@ def _columns(configuration: Configuration) -> "np.ndarray[Any, np.dtype[np.int32
     return np.random.default_rng(1).integers(0, configuration.vocabulary_size, shape, dtype=np.int32)
 
 
-def _windows(configuration: Configuration, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _windows(configuration: Configuration) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets of each step."""
     columns_TB = torch.from_numpy(_columns(configuration).astype(np.int64)).t().contiguous()
-    for start in range(0, steps * BPTT, BPTT):
-        yield columns_TB[start : start + BPTT], columns_TB[start + 1 : start + BPTT + 1]
+    starts = range(0, configuration.steps * BPTT, BPTT)
+    return [(columns_TB[at : at + BPTT], columns_TB[at + 1 : at + BPTT + 1]) for at in starts]
 
 
 def _regularization(way: Way) -> Regularization:
@@ -143,10 +144,11 @@ def _textbook(way: Way, configuration: Configuration) -> Callable[[int], Any]:
     generator = torch.Generator().manual_seed(1)
     model = AWDLSTM(configuration.model, configuration.vocabulary_size, generator)
     step = PlainStep(model, _regularization(way), 30.0, 0.25, 1.2e-6).step
+    windows = _windows(configuration)
 
     def take(steps: int) -> None:
         state = model.zero_state(configuration.batch_size)
-        for inputs_TB, targets_TB in _windows(configuration, steps):
+        for inputs_TB, targets_TB in windows[:steps]:
             state = step(inputs_TB, targets_TB, state, generator)
 
     return take
@@ -154,9 +156,10 @@ def _textbook(way: Way, configuration: Configuration) -> Callable[[int], Any]:
 
 def _fastai(way: Way, configuration: Configuration) -> Callable[[int], Any]:
     step = fastai_step(configuration.model, configuration.vocabulary_size)
+    windows = _windows(configuration)
 
     def take(steps: int) -> None:
-        for inputs_TB, targets_TB in _windows(configuration, steps):
+        for inputs_TB, targets_TB in windows[:steps]:
             step(inputs_TB, targets_TB)
 
     return take

@@ -39,9 +39,8 @@ def lstm(
     inputs' dtype. Which way is taken does not depend on whether a gradient is wanted: two passes of a step
     that are to be equal are.
     """
-    if _ours_is_faster(layer, inputs_TBI):
-        return _by_our_recurrence(layer, inputs_TBI, state, kept_4HH, weight_p, dtype)
-    return _by_torch(layer, inputs_TBI, state, kept_4HH, weight_p, dtype)
+    way = _by_our_recurrence if _ours_is_faster(layer, inputs_TBI) else _by_torch
+    return way(layer, inputs_TBI, state, kept_4HH, weight_p, dtype)
 
 
 def _ours_is_faster(layer: nn.LSTM, inputs_TBI: Tensor) -> bool:
