@@ -45,7 +45,9 @@ error is an `application/problem+json` document whose `errors` point into the re
 def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     """The service over the database and the store that `settings` name. It runs sweeps while it is up."""
     controller = build_controller(settings, launcher)
-    reconciler = Reconciler(controller.records, controller.storage, launcher, settings.running_sweeps)
+    reconciler = Reconciler(
+        controller.records, controller.storage, controller.store, launcher, settings.running_sweeps
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

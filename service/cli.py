@@ -253,16 +253,120 @@ def fetch(
 
 
 @app.command()
+def pause(sweep_id: SweepId, url: Url = DEFAULT_URL) -> None:
+    """Have running trials save their state and give their resources back, until `fraternal resume`.
+
+    Example: `fraternal pause SWEEP`
+    """
+    _ask(sweep_id, "pause", url)
+
+
+@app.command()
+def resume(sweep_id: SweepId, url: Url = DEFAULT_URL) -> None:
+    """Go on after a pause, or take a `fraternal stop` back.
+
+    Example: `fraternal resume SWEEP`
+    """
+    _ask(sweep_id, "resume", url)
+
+
+@app.command()
+def stop(sweep_id: SweepId, url: Url = DEFAULT_URL) -> None:
+    """Let running trials come to their ends, and begin no other.
+
+    Example: `fraternal stop SWEEP`
+    """
+    _ask(sweep_id, "stop", url)
+
+
+@app.command()
 def cancel(sweep_id: SweepId, url: Url = DEFAULT_URL) -> None:
     """End a sweep now; what its trials have reached is kept.
 
     Example: `fraternal cancel SWEEP`
     """
+    _ask(sweep_id, "cancel", url)
+
+
+@app.command()
+def extend(
+    sweep_id: SweepId,
+    trials: Annotated[int, typer.Option(help="So many trials more.")] = 0,
+    wall_s: Annotated[float, typer.Option(help="Seconds more, where the budget has wall_s.")] = 0,
+    max_failed: Annotated[int, typer.Option(help="So many more may fail, where the budget says.")] = 0,
+    target: Annotated[float | None, typer.Option(help="Another validation perplexity to reach.")] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Raise a sweep's budget; one that has ended goes on.
+
+    Example: `fraternal extend SWEEP --trials 10`
+    """
+    by = {"trials": trials, "wall_s": wall_s, "max_failed": max_failed, "target": target}
+    _ask(sweep_id, "extend", url, {name: value for name, value in by.items() if value})
+
+
+@app.command()
+def retry_failed(
+    sweep_id: SweepId,
+    classes: Annotated[
+        list[str] | None,
+        typer.Option("--class", help="Of failures, repeatable; by default all but diverged."),
+    ] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Try failed trials again under their own numbers, from their latest checkpoints.
+
+    Example: `fraternal retry-failed SWEEP --class out_of_memory`
+    """
+    _ask(sweep_id, "retry-failed", url, {"classes": classes} if classes else {})
+
+
+@app.command()
+def clone(
+    sweep_id: SweepId,
+    overrides: Overrides = [],  # noqa: B006  # typer's way to say "repeatable"; never changed
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the new sweep to its end.")] = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Ask for a new sweep with the spec of another one.
+
+    Example: `fraternal clone SWEEP --set sampler.seed=2`
+    """
     from service.client import FraternalClient
 
     with FraternalClient(url) as client:
-        sweep = client.cancel(sweep_id)
-    print(f"sweep {sweep.id} is {'being cancelled' if sweep.state != 'cancelled' else 'cancelled'}")
+        sweep = client.create(with_overrides(client.get(sweep_id).spec.model_dump(mode="json"), overrides))
+        print(f"sweep {sweep.id} is {sweep.state}")
+        if watch:
+            _watch_to_the_end(client, sweep.id, as_json=False)
+
+
+@app.command()
+def delete(
+    sweep_id: SweepId,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Remove a sweep that does not run, with its trials, curves and checkpoints.
+
+    Example: `fraternal delete SWEEP --yes`
+    """
+    from service.client import FraternalClient
+
+    with FraternalClient(url) as client:
+        if not yes:
+            trials = len(client.trials(sweep_id))
+            typer.confirm(f"remove sweep {sweep_id}, its {trials} trials and their checkpoints?", abort=True)
+        sweep = client.delete(sweep_id)
+    print(f"sweep {sweep.id} is {sweep.state}")
+
+
+def _ask(sweep_id: str, verb: str, url: str, body: dict[str, Any] | None = None) -> None:
+    from service.client import FraternalClient
+
+    with FraternalClient(url) as client:
+        sweep = client.ask(sweep_id, verb, body)
+    print(f"sweep {sweep.id} is {sweep.state}")
 
 
 @app.command()

@@ -74,8 +74,18 @@ class FraternalClient:
     def trial(self, sweep_id: str, number: int) -> TrialDetail:
         return self._ask("GET", f"{_path(sweep_id)}/trials/{number}", TrialDetail)
 
+    def ask(self, sweep_id: str, verb: str, body: dict[str, Any] | None = None) -> SweepView:
+        """pause, resume, stop, cancel, extend or retry-failed."""
+        return self._ask("POST", f"{_path(sweep_id)}:{verb}", SweepView, json=body)
+
     def cancel(self, sweep_id: str) -> SweepView:
-        return self._ask("POST", f"{_path(sweep_id)}:cancel", SweepView)
+        return self.ask(sweep_id, "cancel")
+
+    def clone(self, sweep_id: str, changes: dict[str, Any]) -> SweepDetail:
+        return self._ask("POST", f"{_path(sweep_id)}:clone", SweepDetail, json=changes)
+
+    def delete(self, sweep_id: str) -> SweepView:
+        return self._ask("DELETE", _path(sweep_id), SweepView)
 
     def best(self, sweep_id: str) -> TrialView:
         return self._ask("GET", f"{_path(sweep_id)}/best", TrialView)

@@ -1,13 +1,12 @@
 """`python -m service.drive SWEEP GENERATION SCRATCH`: a driver's process. Joins records to trials.driver."""
 
 import sys
+from functools import partial
 from pathlib import Path
-
-from optuna.storages import get_storage
 
 from service.records import Records, SweepJournal, open_engine
 from service.settings import Settings
-from service.studies import open_storage
+from service.studies import open_fenced_storage, study_to_go_on_with, write_down
 from trials.driver import EXIT_FENCED, drive
 from trials.ledger import Fenced, StudyLedger
 from trials.store import CheckpointStore
@@ -19,8 +18,11 @@ def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> i
     journal = SweepJournal(records, sweep_id, generation)
     try:
         journal.beat()
-        storage = get_storage(open_storage(settings.resolved_database_url))
-        ledger = StudyLedger(spec, sweep_id, storage, journal, CheckpointStore(settings.resolved_store_url))
+        storage = open_fenced_storage(settings.resolved_database_url, sweep_id, generation)
+        study = study_to_go_on_with(records, storage, sweep_id, generation)
+        store = CheckpointStore(settings.resolved_store_url)
+        ledger = StudyLedger(spec, sweep_id, storage, journal, store, study)
+
         drive(
             ledger,
             journal,
@@ -28,9 +30,8 @@ def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> i
             store_url=settings.resolved_store_url,
             data_dir=settings.data_dir,
             scratch=scratch,
+            end=partial(write_down, records, sweep_id, generation, ledger),
         )
-        state, reason = ledger.outcome()
-        records.finish(sweep_id, generation, state, reason)
     except Fenced:
         return EXIT_FENCED
     return 0

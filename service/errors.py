@@ -41,6 +41,18 @@ class IllegalMove(ServiceError):
     status = 409
     code = "illegal_move"
 
+    def __init__(self, message: str, legal: list[str]) -> None:
+        super().__init__(message)
+        self.legal = legal
+        """What may be asked of the sweep instead."""
+
+
+class UnreadableSpec(ServiceError):
+    """The sweep's spec in the database makes no sense."""
+
+    status = 500
+    code = "unreadable_spec"
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -70,8 +71,14 @@ class Launcher(Protocol):
 
     def is_alive(self, driver: dict[str, Any]) -> bool: ...
 
+    def identity(self) -> dict[str, Any]:
+        """What this process is known by, as a driver is: `is_alive` tells of either."""
+
     def end(self, sweep_id: str) -> None:
         """Make sure that nothing of any driver of this sweep is left: no process, no folder. Idempotent."""
+
+    def forget(self, sweep_id: str) -> None:
+        """Remove what was kept of a sweep's drivers: their logs."""
 
     def log_tail(self, sweep_id: str) -> str:
         """The driver's last words, for people; no NUL, which PostgreSQL would refuse."""
@@ -106,7 +113,10 @@ class LocalLauncher:
             )
         self._children[child.pid] = child
         _wait_for_mark(child, sweep_id)
-        return {"pid": child.pid, "started": psutil.Process(child.pid).create_time()}
+        return _identity(child.pid)
+
+    def identity(self) -> dict[str, Any]:
+        return _identity(os.getpid())
 
     def _environment(self, sweep_id: str) -> dict[str, str]:
         """Settings travel in the environment: a command line would show everyone the database's password."""
@@ -119,6 +129,8 @@ class LocalLauncher:
         return {**os.environ, **DRIVER_ENVIRONMENT, **settings, MARK: sweep_id}
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
+        if driver.get("host", socket.gethostname()) != socket.gethostname():
+            return True  # for all that can be seen from here: its lease tells
         child = self._children.get(driver["pid"])
         if child is not None:
             return child.poll() is None
@@ -135,6 +147,9 @@ class LocalLauncher:
             child.poll()  # no zombies
         shutil.rmtree(_scratch(sweep_id), ignore_errors=True)
 
+    def forget(self, sweep_id: str) -> None:
+        self._log(sweep_id).unlink(missing_ok=True)
+
     def log_tail(self, sweep_id: str) -> str:
         try:
             with self._log(sweep_id).open("rb") as log:
@@ -150,6 +165,11 @@ class LocalLauncher:
 def _scratch(sweep_id: str) -> Path:
     """Ray's folder. Short, since Ray keeps sockets in it; named by the sweep, so that it is found."""
     return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
+
+
+def _identity(pid: int) -> dict[str, Any]:
+    """What finds a process again, and no other that comes to have its number."""
+    return {"host": socket.gethostname(), "pid": pid, "started": psutil.Process(pid).create_time()}
 
 
 def _wait_for_mark(child: "subprocess.Popen[bytes]", sweep_id: str) -> None:

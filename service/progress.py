@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from service.client import FraternalClient, ServiceUnreachable
-from service.schemas import TERMINAL_STATES, SweepView
+from service.lifecycle import TERMINAL_STATES
+from service.schemas import SweepView
 from trials.perplexity import perplexity
 
 SECONDS_BETWEEN_LINES = 5.0

@@ -11,10 +11,11 @@ from rich.console import Console
 
 from service.client import ClientError, FraternalClient
 from service.errors import INTERRUPTED, CommandFailed
+from service.lifecycle import TERMINAL_STATES
 from service.progress import duration, follow
 from service.report import build_report, to_rich
 from service.running import SLICE_S, Interrupted, Signals, command, print_addresses, running_service
-from service.schemas import TERMINAL_STATES, SweepDetail
+from service.schemas import SweepDetail
 
 SECONDS_TO_CANCEL = 15.0
 

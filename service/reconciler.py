@@ -2,19 +2,27 @@
 
 import logging
 import threading
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from optuna.storages import BaseStorage
 
+from service.errors import UnreadableSpec
 from service.launcher import Launcher
+from service.lifecycle import MOVING, WITH_DRIVER, Verb
 from service.records import Records, SweepRecord, now
-from trials.ledger import Failure, close_open_trials
+from trials.ledger import Failure, close_open_trials, delete_study, studies_of
+from trials.store import CheckpointStore
 
 log = logging.getLogger(__name__)
 
+LEASE_NAME = "controller"
 PERIOD_S = 0.5
 TIME_TO_END = timedelta(seconds=20)
-"""For a driver, once it has written its sweep's end."""
+"""For a driver, once it has written that its sweep has ended, or rests."""
+TIME_TO_PAUSE = timedelta(minutes=5)
+"""For running trials, to save what they need to go on; a validation may have to be finished first."""
+CONTROLLER_LEASE = timedelta(seconds=15)
+"""How long a controller may be silent before another one of the same database takes over."""
 MOST_FRUITLESS_LAUNCHES = 5
 """Drivers in a row that died before an epoch was recorded, until a sweep is given up."""
 
@@ -23,10 +31,16 @@ class Reconciler:
     """Looks at every open sweep twice a second, in a thread of its own."""
 
     def __init__(
-        self, records: Records, storage: BaseStorage, launcher: Launcher, running_sweeps: int
+        self,
+        records: Records,
+        storage: BaseStorage,
+        store: CheckpointStore,
+        launcher: Launcher,
+        running_sweeps: int,
     ) -> None:
         self._records = records
         self._storage = storage
+        self._store = store
         self._launcher = launcher
         self._running_sweeps = running_sweeps
         self._stopped = threading.Event()
@@ -39,13 +53,24 @@ class Reconciler:
         """Stop looking. Drivers go on by themselves, or stop too until the next start."""
         self._stopped.set()
         self._thread.join()
+        if not self._acts():
+            return
         if stop_drivers:
-            for record in self._records.list_sweeps("running"):
+            for record in self._records.list_sweeps(*WITH_DRIVER):
                 self._launcher.end(record.id)
                 self._records.release(record)
             for record in self._records.list_left_behind():
                 self._launcher.end(record.id)
                 self._records.set_driver(record.id, record.generation, None)
+        self._records.give_lease_up(LEASE_NAME, self._launcher.identity())
+
+    def _acts(self) -> bool:
+        """Whether this controller is the one that acts: of several at one database, one does."""
+        holder = self._records.find_lease_holder(LEASE_NAME)
+        dead = holder is not None and not self._launcher.is_alive(holder)
+        return self._records.hold_lease(
+            LEASE_NAME, self._launcher.identity(), CONTROLLER_LEASE, by_force=dead
+        )
 
     def _run(self) -> None:
         while not self._stopped.wait(PERIOD_S):
@@ -55,41 +80,56 @@ class Reconciler:
                 log.exception("the reconciler could not finish its round")
 
     def reconcile(self) -> None:
-        """One look at every sweep that is open or has left something: trouble with one delays no other."""
-        records = self._records.list_sweeps("running", "queued")
-        room = self._running_sweeps - sum(record.state == "running" for record in records)
+        """One look at every sweep to be moved, or that left something. Trouble with one delays no other."""
+        if not self._acts():
+            return
+        records = self._records.list_sweeps(*MOVING)
+        room = self._running_sweeps - sum(record.state in WITH_DRIVER for record in records)
         for record in [*records, *self._records.list_left_behind()]:
-            waits = record.state == "queued" and record.desired_state == "running"
-            if waits and room <= 0:
+            if record.state == "queued" and room <= 0:
                 continue
-            room -= waits
+            room -= record.state == "queued"
             try:
                 self._look_at(record)
             except Exception:
                 log.exception("sweep %s could not be brought to what is wished for", record.id)
 
     def _look_at(self, record: SweepRecord) -> None:
-        if record.finished_at is not None:
-            self._clean_up(record, record.finished_at)
-        elif record.desired_state == "cancelled":
-            self._cancel(record)
-        elif record.state == "queued" or self._needs_driver(record):
-            self._start_driver(record)
+        match record.state:
+            case "queued":
+                self._start_driver(record)
+            case "running" | "stopping":
+                if not self._has_driver(record):
+                    self._start_driver(record)
+            case "pausing":
+                if not self._has_driver(record) or now() - record.state_since > TIME_TO_PAUSE:
+                    self._close(record, "park")
+            case "cancelling":
+                self._close(record, "close", failure=Failure("cancelled", "the sweep was cancelled"))
+            case "deleting":
+                self._delete(record)
+            case _:
+                self._clean_up(record)
 
-    def _clean_up(self, record: SweepRecord, finished_at: datetime) -> None:
+    def _clean_up(self, record: SweepRecord) -> None:
         """Remove what a driver that has done its work left; one that does not end by itself, too."""
         alive = record.driver is not None and self._launcher.is_alive(record.driver)
-        if alive and now() - finished_at < TIME_TO_END:
+        if alive and now() - record.state_since < TIME_TO_END:
             return
         self._launcher.end(record.id)
         self._records.set_driver(record.id, record.generation, None)
 
-    def _needs_driver(self, record: SweepRecord) -> bool:
+    def _has_driver(self, record: SweepRecord) -> bool:
         if record.driver is None:  # being started, or lost before it was written down
-            return record.lease_expired
-        return record.lease_expired or not self._launcher.is_alive(record.driver)
+            return not record.lease_expired
+        return not record.lease_expired and self._launcher.is_alive(record.driver)
 
     def _start_driver(self, record: SweepRecord) -> None:
+        try:
+            _ = record.spec
+        except UnreadableSpec as error:
+            self._close(record, "give_up", str(error), Failure("infrastructure", str(error)))
+            return
         epochs_done = self._records.count_epochs(record.id)
         fruitless = 0
         if record.generation > 0 and epochs_done == record.epochs_at_launch:
@@ -110,16 +150,25 @@ class Reconciler:
         reason = (
             f"{fruitless} drivers in a row died before an epoch was done; the last one's log ends: {words}"
         )
-        self._close(record, "failed", reason, Failure("infrastructure", "the sweep's drivers kept dying"))
+        self._close(record, "give_up", reason, Failure("infrastructure", "the sweep's drivers kept dying"))
 
-    def _cancel(self, record: SweepRecord) -> None:
-        self._close(record, "cancelled", None, Failure("cancelled", "the sweep was cancelled"))
-
-    def _close(self, record: SweepRecord, state: str, reason: str | None, failure: Failure) -> None:
-        """End a sweep from outside: fence its driver off, end it, and write what it can no longer write."""
+    def _close(
+        self, record: SweepRecord, verb: Verb, reason: str | None = None, failure: Failure | None = None
+    ) -> None:
+        """Move a sweep from outside: fence its driver off, end it, and write what it can no longer write."""
         generation = self._records.fence(record)
         if generation is None:
             return
         self._launcher.end(record.id)
-        close_open_trials(record.id, self._storage, failure)
-        self._records.finish(record.id, generation, state, reason)
+        if failure is not None:
+            close_open_trials(record.study, self._storage, failure)
+        self._records.finish(record.id, generation, verb, reason)
+
+    def _delete(self, record: SweepRecord) -> None:
+        """Remove all that a sweep has. Its row goes last: the next look makes a crash on the way good."""
+        self._launcher.end(record.id)
+        self._launcher.forget(record.id)
+        self._store.remove_sweep(record.id)
+        for study in studies_of(record.id, self._storage):
+            delete_study(study, self._storage)
+        self._records.remove_sweep(record.id)

@@ -3,7 +3,8 @@
 Times are naive UTC in the database and aware in Python.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -17,6 +18,7 @@ from sqlalchemy import (
     JSON,
     Boolean,
     Column,
+    Connection,
     DateTime,
     Engine,
     Float,
@@ -36,11 +38,22 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.sql import ColumnElement
 
-from service.errors import SweepNotFound
-from trials.ledger import Fenced
-from trials.spec import SweepSpec
+from service.errors import IllegalMove, SweepNotFound, UnreadableSpec
+from service.lifecycle import (
+    MOVES,
+    MOVING,
+    REQUESTS,
+    TERMINAL_STATES,
+    WITH_DRIVER,
+    State,
+    Verb,
+    legal_requests,
+)
+from trials.ledger import Fenced, JournalAway, Orders
+from trials.spec import Budget, FailureClass, SweepSpec
 
 LEASE = timedelta(seconds=20)
 """How long a driver may be silent before another one is started."""
@@ -55,8 +68,8 @@ sweeps = Table(
     Column("position", Integer, primary_key=True, autoincrement=True),  # the order in which sweeps came
     Column("id", String(40), unique=True, nullable=False),
     Column("spec", JSON, nullable=False),
-    Column("desired_state", String(16), nullable=False),
     Column("state", String(16), nullable=False, index=True),
+    Column("state_since", DateTime),
     Column("state_reason", Text),
     Column("generation", Integer, nullable=False, default=0),
     Column("epochs_at_launch", Integer, nullable=False, default=0),
@@ -66,6 +79,18 @@ sweeps = Table(
     Column("created_at", DateTime, nullable=False),
     Column("started_at", DateTime),
     Column("finished_at", DateTime),
+    Column("ran_s", Float, nullable=False, server_default="0"),  # before it came to run as it runs now
+    Column("running_since", DateTime),
+    Column("study", String(64)),
+    Column("retry_classes", JSON(none_as_null=True)),  # of failures that the next driver tries again
+)
+
+leases = Table(
+    "fraternal_leases",
+    metadata,
+    Column("name", String(32), primary_key=True),
+    Column("holder", JSON, nullable=False),
+    Column("until", DateTime, nullable=False),
 )
 
 epochs = Table(
@@ -111,9 +136,10 @@ class SweepRecord:
     """A sweep's row."""
 
     id: str
-    spec: SweepSpec
-    desired_state: str
-    state: str
+    written_spec: Any
+    """As it is in the database: to look at a sweep, or to delete it, it need not make sense."""
+    state: State
+    state_since: datetime
     state_reason: str | None
     generation: int
     epochs_at_launch: int
@@ -123,10 +149,32 @@ class SweepRecord:
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+    ran_s: float
+    running_since: datetime | None
+    study: str
+    """Name of its study."""
+    retry_classes: list[FailureClass] | None
+    """Trials that failed so are tried again by the next driver."""
+
+    @property
+    def spec(self) -> SweepSpec:
+        """Raises UnreadableSpec."""
+        try:
+            return _spec(to_json(self.written_spec))
+        except ValueError as error:
+            first = str(error).partition("\n")[0]
+            raise UnreadableSpec(
+                f"the spec of sweep {self.id} cannot be read: {first}; it can be cancelled and deleted; "
+                "its checkpoints are where they were"
+            ) from error
 
     @property
     def lease_expired(self) -> bool:
         return self.lease_until is None or self.lease_until < now()
+
+    def running_s(self) -> float:
+        """Seconds that it has run, those in a queue and those paused left out."""
+        return _running_s(self.ran_s, self.running_since)
 
 
 class Records:
@@ -136,12 +184,14 @@ class Records:
         self.engine = engine
 
     def add_sweep(self, sweep_id: str, spec: SweepSpec) -> SweepRecord:
+        created_at = _naive(now())
         values = {
             "id": sweep_id,
             "spec": spec.model_dump(mode="json"),
-            "desired_state": "running",
             "state": "queued",
-            "created_at": _naive(now()),
+            "created_at": created_at,
+            "state_since": created_at,
+            "study": sweep_id,
         }
         with self.engine.begin() as connection:
             connection.execute(insert(sweeps).values(values))
@@ -151,10 +201,7 @@ class Records:
     def get_sweep(self, sweep_id: str) -> SweepRecord:
         """Raises SweepNotFound."""
         with self.engine.connect() as connection:
-            row = connection.execute(select(sweeps).where(sweeps.c.id == sweep_id)).mappings().one_or_none()
-        if row is None:
-            raise SweepNotFound(f"there is no sweep {sweep_id!r}; GET /v1/sweeps lists them")
-        return _record(row)
+            return _record(_row(connection, sweep_id))
 
     def list_sweeps(self, *states: str) -> list[SweepRecord]:
         """In the order in which they came; of all states if none is named."""
@@ -165,73 +212,158 @@ class Records:
             return [_record(row) for row in connection.execute(query).mappings()]
 
     def list_left_behind(self) -> list[SweepRecord]:
-        """Sweeps that have ended, but whose drivers nobody has cleaned up after."""
-        left = sweeps.c.state.not_in(("queued", "running")) & sweeps.c.driver.is_not(None)
+        """Sweeps at rest whose drivers nobody has cleaned up after."""
+        left = sweeps.c.state.not_in(MOVING) & sweeps.c.driver.is_not(None)
         with self.engine.connect() as connection:
             return [_record(row) for row in connection.execute(select(sweeps).where(left)).mappings()]
 
-    def ask_to_cancel(self, sweep_id: str) -> bool:
-        """Wish for a sweep's end; False if it has ended by itself."""
-        running = (sweeps.c.id == sweep_id) & sweeps.c.state.in_(("queued", "running"))
-        with self.engine.begin() as connection:
-            changed = connection.execute(
-                update(sweeps).where(running).values(desired_state="cancelled")
-            ).rowcount
-            if changed:
-                connection.execute(_event(sweep_id, "cancel_requested", {}))
-        return bool(changed)
+    def ask(self, sweep_id: str, verb: Verb, **values: Any) -> State:
+        """Carry out what a client asks for. Raises SweepNotFound, IllegalMove."""
+        while True:  # until nobody has moved it in between
+            with self.engine.begin() as connection:
+                row = _row(connection, sweep_id)
+                if row["state"] not in MOVES[verb].states:
+                    raise _illegal(sweep_id, verb, row["state"])
+                if _move(connection, row, verb, values):
+                    return MOVES[verb].states[row["state"]]
+
+    def extend(self, sweep_id: str, change: Callable[[SweepRecord], Budget]) -> State:
+        """Change a sweep's budget. Raises SweepNotFound, IllegalMove, and what `change` raises."""
+        while True:
+            record = self.get_sweep(sweep_id)
+            if record.state not in MOVES["extend"].states:
+                raise _illegal(sweep_id, "extend", record.state)
+            spec = {**record.written_spec, "budget": change(record).model_dump(mode="json")}
+            with self.engine.begin() as connection:
+                row = _row(connection, sweep_id)
+                unchanged = row["spec"] == record.written_spec and row["state"] == record.state
+                if unchanged and _move(connection, row, "extend", {"spec": spec}):
+                    return MOVES["extend"].states[record.state]
 
     def claim(self, record: SweepRecord, *, fruitless: int, epochs_done: int) -> int | None:
         """Take a sweep over for a new driver: from here on, nothing that an earlier one writes is accepted.
 
         Returns the new generation, or None if somebody else was faster.
         """
-        generation = record.generation + 1
         values = {
-            "generation": generation,
-            "state": "running",
+            "generation": record.generation + 1,
             "lease_until": _naive(now() + FIRST_LEASE),
             "started_at": _naive(record.started_at or now()),
             "driver": None,
             "fruitless_launches": fruitless,
             "epochs_at_launch": epochs_done,
         }
-        return generation if self._move(record.id, record.generation, "driver_started", values) else None
+        return record.generation + 1 if self._try(record.id, record.generation, "drive", values) else None
 
     def fence(self, record: SweepRecord) -> int | None:
         """As `claim`, but for nobody: a sweep is ended once its driver can write no more."""
+        same = (
+            (sweeps.c.id == record.id)
+            & (sweeps.c.generation == record.generation)
+            & (sweeps.c.state == record.state)
+        )
         generation = record.generation + 1
         values = {"generation": generation, "driver": None, "lease_until": None}
-        return generation if self._move(record.id, record.generation, "driver_fenced", values) else None
+        with self.engine.begin() as connection:
+            fenced = connection.execute(update(sweeps).where(same).values(values)).rowcount == 1
+            if fenced:
+                connection.execute(_event(record.id, "driver_fenced", {"generation": generation}))
+        return generation if fenced else None
 
     def release(self, record: SweepRecord) -> None:
         """Write down that a driver was stopped for no fault of its own; the next look starts another."""
+        same = (sweeps.c.id == record.id) & (sweeps.c.generation == record.generation)
         values = {"driver": None, "lease_until": None, "epochs_at_launch": -1}  # so it was not fruitless
-        self._move(record.id, record.generation, "driver_stopped", values)
+        with self.engine.begin() as connection:
+            if connection.execute(update(sweeps).where(same).values(values)).rowcount == 1:
+                connection.execute(_event(record.id, "driver_stopped", {"generation": record.generation}))
 
-    def finish(self, sweep_id: str, generation: int, state: str, reason: str | None) -> bool:
-        """Write a sweep's end, unless another generation has taken it over."""
-        values = {"state": state, "state_reason": reason, "finished_at": _naive(now()), "lease_until": None}
-        return self._move(sweep_id, generation, f"sweep_{state}", values)
+    def finish(
+        self,
+        sweep_id: str,
+        generation: int,
+        verb: Verb,
+        reason: str | None = None,
+        under: Budget | None = None,
+    ) -> bool:
+        """Write a sweep's end, or that it rests.
+
+        False where another generation has taken it over, or its budget is no longer what was decided `under`.
+        """
+        values = {"state_reason": reason} if reason is not None else {}
+        return self._try(sweep_id, generation, verb, {**values, "lease_until": None}, under)
+
+    def switch_study(self, sweep_id: str, generation: int, study: str) -> None:
+        """Let a sweep go on with a study in which what was to be tried again is open. Raises Fenced."""
+        with self.engine.begin() as connection:
+            _renew(connection, sweep_id, generation)
+            connection.execute(
+                update(sweeps).where(sweeps.c.id == sweep_id).values(study=study, retry_classes=None)
+            )
 
     def set_driver(self, sweep_id: str, generation: int, driver: dict[str, Any] | None) -> None:
         current = (sweeps.c.id == sweep_id) & (sweeps.c.generation == generation)
         with self.engine.begin() as connection:
             connection.execute(update(sweeps).where(current).values(driver=driver))
 
-    def _move(self, sweep_id: str, generation: int, kind: str, values: dict[str, Any]) -> bool:
-        at_generation = (
-            (sweeps.c.id == sweep_id)
-            & (sweeps.c.generation == generation)
-            & sweeps.c.state.in_(("queued", "running"))
-        )
+    def remove_sweep(self, sweep_id: str) -> None:
+        """With its epochs and events; only while it is being deleted."""
+        deleting = (sweeps.c.id == sweep_id) & (sweeps.c.state == "deleting")
         with self.engine.begin() as connection:
-            moved = connection.execute(update(sweeps).where(at_generation).values(values)).rowcount == 1
-            if moved:
-                connection.execute(
-                    _event(sweep_id, kind, {"generation": values.get("generation", generation)})
-                )
-        return moved
+            connection.execute(delete(sweeps).where(deleting))
+
+    def hold_lease(self, name: str, holder: dict[str, Any], lasting: timedelta, *, by_force: bool) -> bool:
+        """Take or renew a lease of the whole service; False while somebody else holds it.
+
+        By force, it is taken from a holder who is known to be dead.
+        """
+        mine = leases.c.name == name
+        free = (leases.c.until < _naive(now())) | by_force
+        values = {"holder": holder, "until": _naive(now() + lasting)}
+        with self.engine.begin() as connection:
+            found = connection.execute(select(leases).where(mine)).mappings().one_or_none()
+            if found is not None:
+                unchanged = leases.c.until == found["until"]
+                owned = mine & unchanged if found["holder"] == holder else mine & unchanged & free
+                return connection.execute(update(leases).where(owned).values(values)).rowcount == 1
+        try:
+            with self.engine.begin() as connection:
+                connection.execute(insert(leases).values(name=name, **values))
+        except IntegrityError:  # somebody was faster
+            return False
+        return True
+
+    def find_lease_holder(self, name: str) -> dict[str, Any] | None:
+        with self.engine.connect() as connection:
+            return connection.execute(
+                select(leases.c.holder).where(leases.c.name == name)
+            ).scalar_one_or_none()
+
+    def give_lease_up(self, name: str, holder: dict[str, Any]) -> None:
+        with self.engine.begin() as connection:
+            found = connection.execute(select(leases).where(leases.c.name == name)).mappings().one_or_none()
+            if found is not None and found["holder"] == holder:
+                mine = (leases.c.name == name) & (leases.c.until == found["until"])
+                connection.execute(delete(leases).where(mine))
+
+    def _try(
+        self,
+        sweep_id: str,
+        generation: int,
+        verb: Verb,
+        values: dict[str, Any],
+        under: Budget | None = None,
+    ) -> bool:
+        """Move a sweep that is still of this generation, and in a state from which the move is legal."""
+        while True:
+            with self.engine.begin() as connection:
+                row = _row(connection, sweep_id, required=False)
+                if row is None or row["generation"] != generation or row["state"] not in MOVES[verb].states:
+                    return False
+                if under is not None and _budget(to_json(row["spec"]["budget"])) != under:
+                    return False
+                if _move(connection, row, verb, values):
+                    return True
 
     def count_epochs(self, sweep_id: str, number: int | None = None) -> int:
         of_sweep: ColumnElement[bool] = epochs.c.sweep_id == sweep_id
@@ -283,9 +415,9 @@ class SweepJournal:
         self._sweep_id = sweep_id
         self._generation = generation
 
-    def beat(self) -> None:
-        with self._engine.begin() as connection:
-            self._renew(connection)
+    def beat(self) -> Orders:
+        with self._reaching() as connection:
+            return self._renew(connection)
 
     def record_epoch(self, number: int, attempt: int, epoch: Mapping[str, Any]) -> None:
         key = {"sweep_id": self._sweep_id, "number": number, "epoch": epoch["epoch"]}
@@ -295,7 +427,7 @@ class SweepJournal:
             & (epochs.c.number == number)
             & (epochs.c.epoch == epoch["epoch"])
         )
-        with self._engine.begin() as connection:
+        with self._reaching() as connection:
             self._renew(connection)
             connection.execute(delete(epochs).where(same))
             connection.execute(
@@ -304,33 +436,89 @@ class SweepJournal:
 
     def recorded_epochs(self, number: int) -> int:
         mine = (epochs.c.sweep_id == self._sweep_id) & (epochs.c.number == number)
-        with self._engine.connect() as connection:
+        with self._reaching() as connection:
             return connection.execute(select(func.max(epochs.c.epoch)).where(mine)).scalar_one() or 0
 
     def record_event(self, kind: str, **detail: Any) -> None:
-        with self._engine.begin() as connection:
+        with self._reaching() as connection:
             self._renew(connection)
             connection.execute(_event(self._sweep_id, kind, detail))
 
-    def _renew(self, connection: Any) -> None:
-        """Renew the lease and take the row's write lock: what follows in this transaction is fenced."""
-        mine = (
-            (sweeps.c.id == self._sweep_id)
-            & (sweeps.c.generation == self._generation)
-            & (sweeps.c.state == "running")
-        )
-        renewed = connection.execute(update(sweeps).where(mine).values(lease_until=_naive(now() + LEASE)))
-        if renewed.rowcount != 1:
-            raise Fenced(f"sweep {self._sweep_id} is no longer driver generation {self._generation}'s")
+    def ask_to_pause(self, reason: str) -> None:
+        with self._reaching() as connection:
+            self._renew(connection)
+            row = _row(connection, self._sweep_id)
+            if row["state"] in MOVES["pause"].states:
+                _move(connection, row, "pause", {"state_reason": reason})
+
+    def _renew(self, connection: Connection) -> Orders:
+        return _renew(connection, self._sweep_id, self._generation)
+
+    @contextmanager
+    def _reaching(self) -> Iterator[Connection]:
+        """A transaction. Raises JournalAway where the database does not answer."""
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except SQLAlchemyError as error:
+            raise JournalAway(str(error).partition("\n")[0]) from error
+
+
+def _renew(connection: Connection, sweep_id: str, generation: int) -> Orders:
+    """Renew the lease and take the row's write lock: what follows in this transaction is fenced."""
+    mine = (sweeps.c.id == sweep_id) & (sweeps.c.generation == generation) & sweeps.c.state.in_(WITH_DRIVER)
+    renewed = connection.execute(
+        update(sweeps)
+        .where(mine)
+        .values(lease_until=_naive(now() + LEASE))
+        .returning(sweeps.c.state, sweeps.c.spec["budget"], sweeps.c.ran_s, sweeps.c.running_since)
+    ).one_or_none()
+    if renewed is None:
+        raise Fenced(f"sweep {sweep_id} is no longer driver generation {generation}'s")
+    state, budget, ran_s, since = renewed
+    return Orders(state, _budget(to_json(budget)), _running_s(ran_s, aware(since)))
+
+
+def fence_writes(engine: Engine, sweep_id: str, generation: int) -> None:
+    """From now on nothing is written through this engine once another generation has begun.
+
+    A process may sleep between asking whether it may write and writing. So each transaction, before its first
+    write, takes the lock of the sweep's row, and with it the answer. Raises Fenced from within the write.
+    """
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def fence(connection: Connection, _cursor: Any, statement: str, *_rest: Any) -> None:
+        writes = statement.lstrip()[:6].upper() in {"INSERT", "UPDATE", "DELETE"}
+        if writes and not connection.info.get("fenced"):
+            connection.info["fenced"] = True  # the renewal is a write, too
+            _renew(connection, sweep_id, generation)
+
+    @event.listens_for(engine, "commit")
+    @event.listens_for(engine, "rollback")
+    def forget(connection: Connection) -> None:
+        connection.info.pop("fenced", None)
 
 
 def open_engine(url: str) -> Engine:
     """An engine for our tables; SQLite in WAL mode with a patient lock."""
     sqlite = make_url(url).get_backend_name() == "sqlite"
-    engine = create_engine(url, connect_args={"timeout": 60} if sqlite else {}, pool_pre_ping=not sqlite)
+    engine = create_engine(
+        url,
+        connect_args={"timeout": 60} if sqlite else {},
+        pool_pre_ping=not sqlite,
+        json_deserializer=_lenient_json,
+    )
     if sqlite:
         tune_sqlite(engine)
     return engine
+
+
+def _lenient_json(written: str) -> Any:
+    """A damaged row is told of where it is read, and hides no other."""
+    try:
+        return from_json(written)
+    except ValueError:
+        return f"damaged: {written[:40]}"
 
 
 def tune_sqlite(engine: Engine) -> None:
@@ -372,11 +560,66 @@ def _event(sweep_id: str, kind: str, detail: dict[str, Any]) -> Any:
     return insert(events).values(sweep_id=sweep_id, at=_naive(now()), kind=kind, detail=detail)
 
 
+def _row(connection: Connection, sweep_id: str, *, required: bool = True) -> Any:
+    """A sweep's row; raises SweepNotFound where it is required and not there."""
+    row = connection.execute(select(sweeps).where(sweeps.c.id == sweep_id)).mappings().one_or_none()
+    if row is None and required:
+        raise SweepNotFound(f"there is no sweep {sweep_id!r}; GET /v1/sweeps lists them")
+    return row
+
+
+def _move(connection: Connection, row: RowMapping, verb: Verb, values: dict[str, Any]) -> bool:
+    """Make a legal move, unless the row has been moved since it was read."""
+    before: State = row["state"]
+    after = MOVES[verb].states[before]
+    same = (
+        (sweeps.c.id == row["id"]) & (sweeps.c.state == before) & (sweeps.c.generation == row["generation"])
+    )
+    changes = {**_clock(row, after), "state": after, **values}
+    if verb in REQUESTS and after == "queued":  # what was fruitless before says nothing any more
+        changes |= {"epochs_at_launch": -1, "fruitless_launches": 0}
+    if connection.execute(update(sweeps).where(same).values(changes)).rowcount != 1:
+        return False
+    generation = changes.get("generation", row["generation"])
+    connection.execute(_event(row["id"], MOVES[verb].event, {"generation": generation, "state": after}))
+    return True
+
+
+def _clock(row: RowMapping, after: State) -> dict[str, Any]:
+    """What a new state makes of the times: when it began, and how long the sweep has run."""
+    at = _naive(now())
+    changes: dict[str, Any] = {}
+    if after != row["state"]:
+        changes["state_since"] = at
+    if after in WITH_DRIVER and row["running_since"] is None:
+        changes["running_since"] = at
+    if after not in WITH_DRIVER and row["running_since"] is not None:
+        changes["ran_s"] = _running_s(row["ran_s"], aware(row["running_since"]))
+        changes["running_since"] = None
+    if after in TERMINAL_STATES:
+        changes["finished_at"] = at
+    elif row["state"] in TERMINAL_STATES and after != "deleting":
+        changes |= {"finished_at": None, "state_reason": None}
+    elif after in {"queued", "running"}:
+        changes["state_reason"] = None
+    return changes
+
+
+def _running_s(ran_s: float, since: datetime | None) -> float:
+    return ran_s + ((now() - since).total_seconds() if since is not None else 0.0)
+
+
+def _illegal(sweep_id: str, verb: Verb, state: State) -> IllegalMove:
+    legal = legal_requests(state)
+    ways = f"legal now: {', '.join(legal)}" if legal else "nothing can be asked of it any more"
+    return IllegalMove(f"sweep {sweep_id} is {state}: it cannot {verb.replace('_', '-')}; {ways}", legal)
+
+
 def _record(row: RowMapping) -> SweepRecord:
-    values = {name: value for name, value in row.items() if name != "position"}
-    for name in ("lease_until", "created_at", "started_at", "finished_at"):
+    values = {name: value for name, value in row.items() if name not in {"position", "spec"}}
+    for name in ("state_since", "lease_until", "created_at", "started_at", "finished_at", "running_since"):
         values[name] = aware(values[name])
-    return SweepRecord(**{**values, "spec": _spec(to_json(values["spec"]))})
+    return SweepRecord(**values, written_spec=row["spec"])
 
 
 @lru_cache(maxsize=256)
@@ -384,6 +627,13 @@ def _spec(written: bytes) -> SweepSpec:
     """Read a stored spec, whose every value is checked anew: milliseconds. Its readers share it, and change
     nothing in it."""
     values = from_json(written)
+    if not isinstance(values, dict):
+        raise ValueError(f"it is no JSON object: {values!r:.60}")
     # It was laid out in full when it came: what its preset says by now must not matter.
     spec = SweepSpec.model_validate({**values, "preset": None})
-    return spec.model_copy(update={"preset": values["preset"]})
+    return spec.model_copy(update={"preset": values.get("preset")})
+
+
+@lru_cache(maxsize=256)
+def _budget(written: bytes) -> Budget:
+    return Budget.model_validate(from_json(written))

@@ -8,7 +8,17 @@ from fastapi.responses import RedirectResponse
 
 from service.downloads import download
 from service.problems import ProblemDocument
-from service.schemas import Health, SweepDetail, SweepList, SweepView, TrialDetail, TrialList, TrialView
+from service.schemas import (
+    Extension,
+    Health,
+    RetryRequest,
+    SweepDetail,
+    SweepList,
+    SweepView,
+    TrialDetail,
+    TrialList,
+    TrialView,
+)
 from service.sweeps import SweepController
 from trials.spec import SweepRequest
 
@@ -31,7 +41,7 @@ BAD_SPEC = _problems(
         422: "The sweep cannot run as it is asked for; each error points into the body.",
     }
 )
-TOO_LATE = _problems({409: "The sweep has ended already."})
+ILLEGAL = _problems({409: "The sweep's state does not allow it; the answer lists what is legal."})
 FILE: Responses = {
     200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}},
     206: {"description": "The range of bytes that was asked for."},
@@ -71,10 +81,56 @@ def list_sweeps(controller: Controller) -> SweepList:
     return SweepList(sweeps=controller.list_sweeps())
 
 
-@sweeps.post("/{sweep_id}:cancel", status_code=202, responses={**NO_SUCH, **TOO_LATE})
+@sweeps.post("/{sweep_id}:pause", status_code=202, responses={**NO_SUCH, **ILLEGAL})
+def pause_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
+    """Have running trials save their state, and give their resources back; `:resume` goes on from there."""
+    return controller.ask(sweep_id, "pause")
+
+
+@sweeps.post("/{sweep_id}:resume", status_code=202, responses={**NO_SUCH, **ILLEGAL})
+def resume_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
+    """Go on after a pause, or take a `:stop` back."""
+    return controller.ask(sweep_id, "resume")
+
+
+@sweeps.post("/{sweep_id}:stop", status_code=202, responses={**NO_SUCH, **ILLEGAL})
+def stop_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
+    """Let running trials come to their ends, and begin no other."""
+    return controller.ask(sweep_id, "stop")
+
+
+@sweeps.post("/{sweep_id}:cancel", status_code=202, responses={**NO_SUCH, **ILLEGAL})
 def cancel_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
     """End a sweep now. What its trials have reached is kept."""
-    return controller.cancel(sweep_id)
+    return controller.ask(sweep_id, "cancel")
+
+
+@sweeps.post("/{sweep_id}:extend", status_code=202, responses={**NO_SUCH, **ILLEGAL, **BAD_SPEC})
+def extend_sweep(sweep_id: SweepId, by: Extension, controller: Controller) -> SweepView:
+    """Raise a sweep's budget. One that has ended goes on with its next trial."""
+    return controller.extend(sweep_id, by)
+
+
+@sweeps.post("/{sweep_id}:retry-failed", status_code=202, responses={**NO_SUCH, **ILLEGAL, **BAD_SPEC})
+def retry_failed(sweep_id: SweepId, controller: Controller, request: RetryRequest | None = None) -> SweepView:
+    """Try failed trials again under their own numbers, from their latest checkpoints."""
+    return controller.retry_failed(sweep_id, request or RetryRequest())
+
+
+@sweeps.post("/{sweep_id}:clone", status_code=201, responses={**NO_SUCH, **BAD_SPEC})
+def clone_sweep(
+    sweep_id: SweepId, controller: Controller, response: Response, changes: dict[str, Any] | None = None
+) -> SweepDetail:
+    """Ask for a new sweep with this one's spec. What the body has takes the place of what is there."""
+    sweep = controller.clone(sweep_id, changes or {})
+    response.headers["location"] = f"/v1/sweeps/{sweep.id}"
+    return sweep
+
+
+@sweeps.delete("/{sweep_id}", status_code=202, responses={**NO_SUCH, **ILLEGAL})
+def delete_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
+    """Remove a sweep that does not run, with its trials, curves and checkpoints."""
+    return controller.ask(sweep_id, "delete")
 
 
 @sweeps.get("/{sweep_id}", responses=NO_SUCH)

@@ -2,14 +2,13 @@
 
 import math
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
+from service.lifecycle import State
 from trials.spec import FailureClass, SweepSpec
 
-SweepState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
-TERMINAL_STATES: frozenset[SweepState] = frozenset({"succeeded", "failed", "cancelled"})
 TrialState = Literal["RUNNING", "COMPLETE", "PRUNED", "FAIL", "WAITING"]
 
 
@@ -102,6 +101,8 @@ class TrialDetail(TrialView):
 class TrialCounts(View):
     budget: int
     running: int
+    waiting: int
+    """Begun, and to go on once the sweep runs again."""
     complete: int
     pruned: int
     failed: int
@@ -115,10 +116,14 @@ class SweepView(View):
     id: str
     name: str
     labels: dict[str, str]
-    state: SweepState
-    desired_state: Literal["running", "cancelled"]
+    state: State
+    state_since: datetime
+    desired_state: str
+    """What the service brings the sweep to."""
     state_reason: str | None
     """Why the state is what it is, where that is not plain."""
+    legal: list[str]
+    """What may be asked of the sweep now."""
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
@@ -126,6 +131,8 @@ class SweepView(View):
     epochs_done: int
     """Epochs recorded over all trials."""
     best: TrialView | None
+    ran_s: float
+    """Seconds that the sweep has run; those in the queue and those paused do not count."""
     time_left_s: float | None
     """An estimate in seconds; null before the first trial ends."""
     driver_generation: int
@@ -136,6 +143,30 @@ class SweepView(View):
 
 class SweepDetail(SweepView):
     spec: SweepSpec
+
+
+class Extension(View):
+    """What a sweep's budget becomes larger by."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    trials: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """So many more."""
+    wall_s: Annotated[FiniteFloat, Field(ge=0)] = 0
+    """Seconds more; only for a sweep whose budget has wall_s."""
+    max_failed: Annotated[int, Field(ge=0)] = 0
+    """So many more may fail; only for a sweep whose budget has max_failed."""
+    target: Annotated[FiniteFloat, Field(gt=1)] | None = None
+    """In place of the target so far, a validation perplexity."""
+
+
+class RetryRequest(View):
+    """Which failed trials are tried again, from where they stood."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    classes: list[FailureClass] | None = None
+    """Of failures; null: all but diverged, which would diverge again."""
 
 
 class SweepList(View):

@@ -1,9 +1,11 @@
-"""Optuna's storage in our database."""
+"""Optuna's storage in our database, and what a driver does to a study before and after its trials."""
 
-from optuna.storages import RDBStorage
+from optuna.storages import BaseStorage, RDBStorage, get_storage
 from sqlalchemy.engine import make_url
 
-from service.records import tune_sqlite
+from service.lifecycle import Verb
+from service.records import Records, fence_writes, tune_sqlite
+from trials.ledger import StudyLedger, delete_study, reopen_failed, studies_of
 
 
 def open_storage(url: str) -> RDBStorage:
@@ -13,3 +15,32 @@ def open_storage(url: str) -> RDBStorage:
     storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
     tune_sqlite(storage.engine)
     return storage
+
+
+def open_fenced_storage(url: str, sweep_id: str, generation: int) -> BaseStorage:
+    """For a driver: nothing is written through it once another generation of the sweep has begun."""
+    storage = open_storage(url)
+    fence_writes(storage.engine, sweep_id, generation)
+    return get_storage(storage)
+
+
+def study_to_go_on_with(records: Records, storage: BaseStorage, sweep_id: str, generation: int) -> str:
+    """The sweep's study; a copy in which failed trials are open again where a client has asked for that."""
+    record = records.get_sweep(sweep_id)
+    study = record.study
+    if record.retry_classes is not None:
+        study = f"{sweep_id}~{generation}"
+        reopen_failed(record.study, study, record.spec, storage, record.retry_classes)
+        records.switch_study(sweep_id, generation, study)
+    for left in set(studies_of(sweep_id, storage)) - {study}:
+        delete_study(left, storage)
+    return study
+
+
+def write_down(records: Records, sweep_id: str, generation: int, ledger: StudyLedger) -> None:
+    """How a sweep stands whose driver has no more to do: it has ended, or waits for another one."""
+    verb: Verb = "park"
+    reason = None
+    if ledger.done:
+        verb, reason = ledger.outcome()
+    records.finish(sweep_id, generation, verb, reason, under=ledger.budget)

@@ -8,7 +8,7 @@ import math
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast, get_args
 
 import optuna
 from optuna.storages import BaseStorage, get_storage
@@ -16,14 +16,16 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import RowMapping
 from sqlalchemy.exc import SQLAlchemyError
 
-from service.errors import IllegalMove, InvalidSpec, NoCheckpointYet, Problem, TrialNotFound
+from service.errors import InvalidSpec, NoCheckpointYet, Problem, TrialNotFound, UnreadableSpec
 from service.launcher import Launcher
-from service.records import Records, SweepRecord, aware, migrate, now, open_engine
+from service.lifecycle import TERMINAL_STATES, WISHES, WITH_DRIVER, Verb, legal_requests
+from service.records import Records, SweepRecord, aware, migrate, open_engine
 from service.resources import placed, problems_with
 from service.schemas import (
-    TERMINAL_STATES,
     EpochView,
+    Extension,
     Failure,
+    RetryRequest,
     SweepDetail,
     SweepView,
     TrialCounts,
@@ -34,11 +36,12 @@ from service.settings import Settings
 from service.studies import open_storage
 from trials.corpora import CorpusError, check_corpus, resolved
 from trials.perplexity import perplexity
-from trials.spec import SweepSpec
+from trials.spec import MOST_TRIALS, Budget, FailureClass, SweepRequest, SweepSpec, merged
 from trials.store import CheckpointStore
 
-ENDED_FROM_OUTSIDE = {"cancelled", "infrastructure"}
+ENDED_FROM_OUTSIDE = {"cancelled", "infrastructure", "timeout"}
 """Classes of failure that say nothing against what the trial had reached."""
+RETRIED_BY_DEFAULT: frozenset[FailureClass] = frozenset(get_args(FailureClass)) - {"diverged"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class SweepController:
     ) -> None:
         self.records = records
         self.storage = storage
-        self._store = store
+        self.store = store
         self._launcher = launcher
         self._data_dir = data_dir
 
@@ -101,14 +104,12 @@ class SweepController:
         """In the order of their numbers. Raises SweepNotFound."""
         record = self.records.get_sweep(sweep_id)
         latest = self.records.latest_epochs(sweep_id)
-        return [
-            TrialView(**_trial_fields(record, row, latest.get(row.number))) for row in self._rows(sweep_id)
-        ]
+        return [TrialView(**_trial_fields(record, row, latest.get(row.number))) for row in self._rows(record)]
 
     def trial(self, sweep_id: str, number: int) -> TrialDetail:
         """One trial with its whole curve. Raises SweepNotFound, TrialNotFound."""
         record = self.records.get_sweep(sweep_id)
-        rows = self._rows(sweep_id)
+        rows = self._rows(record)
         if not 0 <= number < len(rows):
             raise TrialNotFound(f"sweep {sweep_id} has no trial {number}; it has {len(rows)} so far, from 0")
         curve = self.records.curve(sweep_id, number)
@@ -118,13 +119,64 @@ class SweepController:
             curve=[_epoch_view(row) for row in curve],
         )
 
-    def cancel(self, sweep_id: str) -> SweepView:
-        """Ask for a sweep's end. Raises SweepNotFound, IllegalMove where it has ended already."""
-        record = self.records.get_sweep(sweep_id)
-        if not self.records.ask_to_cancel(sweep_id):
-            state = self.records.get_sweep(sweep_id).state
-            raise IllegalMove(f"sweep {record.id} is {state}: it has ended, and nothing is left to cancel")
+    def ask(self, sweep_id: str, verb: Verb) -> SweepView:
+        """Pause, resume, stop, cancel or delete. Raises SweepNotFound, IllegalMove."""
+        self.records.ask(sweep_id, verb)
         return self._view(self.records.get_sweep(sweep_id))
+
+    def extend(self, sweep_id: str, by: Extension) -> SweepView:
+        """Raise a budget; a sweep that has ended goes on. Raises SweepNotFound, IllegalMove, InvalidSpec."""
+        self.records.extend(sweep_id, lambda record: self._extended(record, by))
+        return self._view(self.records.get_sweep(sweep_id))
+
+    def _extended(self, record: SweepRecord, by: Extension) -> Budget:
+        budget, trials = record.spec.budget, self.trials(record.id)
+        problems = [
+            Problem(
+                f"/{name}", "no_such_limit", f"the budget of sweep {record.id} has no {name}: leave it out"
+            )
+            for name in ("wall_s", "max_failed")
+            if getattr(by, name) and getattr(budget, name) is None
+        ]
+        if not by.model_dump(exclude_defaults=True):
+            words = "an extension raises at least one limit: trials, wall_s, max_failed or target"
+            problems.append(Problem("", "nothing_asked", words))
+        if by.trials + budget.trials > MOST_TRIALS:
+            words = f"a sweep has at most {MOST_TRIALS} trials; this one has {budget.trials}"
+            problems.append(Problem("/trials", "too_many_trials", words))
+        if problems:
+            raise InvalidSpec(problems)
+        larger = Budget(
+            trials=budget.trials + by.trials,
+            wall_s=None if budget.wall_s is None else budget.wall_s + by.wall_s,
+            max_failed=None if budget.max_failed is None else budget.max_failed + by.max_failed,
+            target=budget.target if by.target is None else by.target,
+        )
+        used_up = _used_up(larger, record, trials) if record.state in TERMINAL_STATES else None
+        if used_up is not None:
+            raise InvalidSpec([Problem("", "still_used_up", used_up)])
+        return larger
+
+    def retry_failed(self, sweep_id: str, request: RetryRequest) -> SweepView:
+        """Have failed trials tried again, under their own numbers.
+
+        Raises SweepNotFound, IllegalMove, InvalidSpec.
+        """
+        classes = set(request.classes if request.classes is not None else RETRIED_BY_DEFAULT)
+        failures = [trial.failure for trial in self.trials(sweep_id) if trial.failure]
+        if not any(failure.failure_class in classes for failure in failures):
+            had = sorted({failure.failure_class for failure in failures})
+            words = f"no trial of sweep {sweep_id} has failed of {', '.join(sorted(classes))}"
+            raise InvalidSpec(
+                [Problem("/classes", "nothing_to_retry", f"{words}; failures: {had or 'none'}")]
+            )
+        self.records.ask(sweep_id, "retry_failed", retry_classes=sorted(classes))
+        return self._view(self.records.get_sweep(sweep_id))
+
+    def clone(self, sweep_id: str, changes: dict[str, Any]) -> SweepDetail:
+        """Queue a new sweep with this one's spec and some changes. Raises SweepNotFound, InvalidSpec."""
+        written = self.records.get_sweep(sweep_id).spec.model_dump(mode="json")
+        return self.create(SweepRequest.model_validate(merged({**written, "preset": None}, changes)))
 
     def best(self, sweep_id: str) -> TrialView:
         """The trial with the lowest validation loss so far, whatever became of it. Raises NoCheckpointYet."""
@@ -139,7 +191,7 @@ class SweepController:
         """The best trial's archive as it is now: a better one, written later, does not disturb its reader."""
         number = self.best(sweep_id).number
         try:
-            file = self._store.open_best(sweep_id, number)
+            file = self.store.open_best(sweep_id, number)
         except FileNotFoundError as error:
             raise NoCheckpointYet(f"the checkpoint of trial {number} of sweep {sweep_id} is gone") from error
         sha256 = hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
@@ -155,9 +207,9 @@ class SweepController:
             return [f"the database does not answer: {type(error).__name__}"]
         return []
 
-    def _rows(self, sweep_id: str) -> list[FrozenTrial]:
+    def _rows(self, record: SweepRecord) -> list[FrozenTrial]:
         try:
-            study = optuna.load_study(study_name=sweep_id, storage=self.storage)
+            study = optuna.load_study(study_name=record.study, storage=self.storage)
         except KeyError:  # no driver has opened the study yet
             return []
         return study.get_trials(deepcopy=False)
@@ -167,30 +219,51 @@ class SweepController:
 
     def _view(self, record: SweepRecord) -> SweepView:
         trials = self.trials(record.id)
-        counts = _count(trials, record.spec.budget.trials)
+        spec, reason = _find_spec(record), record.state_reason
+        counts = _count(trials, spec.budget.trials if spec else len(trials))
+        if spec is None:
+            reason = reason or _unreadable(record)
         return SweepView(
             id=record.id,
-            name=record.spec.name,
-            labels=record.spec.labels,
+            name=spec.name if spec else "",
+            labels=spec.labels if spec else {},
             state=record.state,
-            desired_state=record.desired_state,
-            state_reason=record.state_reason,
+            state_since=record.state_since,
+            desired_state=WISHES[record.state],
+            state_reason=reason,
+            legal=legal_requests(record.state),
             created_at=record.created_at,
             started_at=record.started_at,
             finished_at=record.finished_at,
             trials=counts,
             epochs_done=sum(trial.epochs_done for trial in trials),
             best=_best(trials),
+            ran_s=record.running_s(),
             time_left_s=_time_left_s(record, counts),
             driver_generation=record.generation,
-            dashboard_url=self._dashboard_url(record.id),
+            dashboard_url=self._dashboard_url(record),
         )
 
-    def _dashboard_url(self, sweep_id: str) -> str | None:
+    def _dashboard_url(self, record: SweepRecord) -> str | None:
         try:
-            return f"/dashboard/studies/{self.storage.get_study_id_from_name(sweep_id)}"
+            return f"/dashboard/studies/{self.storage.get_study_id_from_name(record.study)}"
         except KeyError:
             return None
+
+
+def _find_spec(record: SweepRecord) -> SweepSpec | None:
+    try:
+        return record.spec
+    except UnreadableSpec:
+        return None
+
+
+def _unreadable(record: SweepRecord) -> str | None:
+    try:
+        _ = record.spec
+    except UnreadableSpec as error:
+        return str(error)
+    return None
 
 
 def build_controller(settings: Settings, launcher: Launcher) -> SweepController:
@@ -203,11 +276,34 @@ def build_controller(settings: Settings, launcher: Launcher) -> SweepController:
     return SweepController(Records(engine), storage, store, launcher, settings.data_dir.resolve())
 
 
+def _used_up(budget: Budget, record: SweepRecord, trials: list[TrialView]) -> str | None:
+    """Which limit a sweep that has ended would end at again, in words."""
+    best, failed = _best(trials), [trial for trial in trials if _has_failed(trial)]
+    if len(trials) >= budget.trials and all(trial.state != "WAITING" for trial in trials):
+        return f"all {budget.trials} trials of the budget have ended: extend trials"
+    if budget.wall_s is not None and record.running_s() >= budget.wall_s:
+        return f"the sweep has run for {record.running_s():.0f} s of {budget.wall_s:g}: extend wall_s"
+    if budget.max_failed is not None and len(failed) > budget.max_failed:
+        return f"{len(failed)} trials have failed, of {budget.max_failed} that may: extend max_failed"
+    if (
+        budget.target is not None
+        and best is not None
+        and (best.best_valid_perplexity or math.inf) <= budget.target
+    ):
+        return f"trial {best.number} has reached the target of {budget.target:g}: give a lower one"
+    return None
+
+
+def _has_failed(trial: TrialView) -> bool:
+    return trial.failure is not None and trial.failure.failure_class != "cancelled"
+
+
 def _count(trials: list[TrialView], budget: int) -> TrialCounts:
     states = [trial.state for trial in trials]
     return TrialCounts(
         budget=budget,
         running=states.count("RUNNING"),
+        waiting=states.count("WAITING"),
         complete=states.count("COMPLETE"),
         pruned=states.count("PRUNED"),
         failed=states.count("FAIL"),
@@ -225,21 +321,22 @@ def _best(trials: list[TrialView]) -> TrialView | None:
 
 
 def _time_left_s(record: SweepRecord, counts: TrialCounts) -> float | None:
-    """What is left of the budget at the pace so far."""
-    if record.state in TERMINAL_STATES or record.started_at is None or counts.done == 0:
+    """What is left of the budget's trials at the pace so far."""
+    if record.state in TERMINAL_STATES or counts.done == 0:
         return None
-    return (now() - record.started_at).total_seconds() / counts.done * (counts.budget - counts.done)
+    return record.running_s() / counts.done * (counts.budget - counts.done)
 
 
 def _trial_fields(record: SweepRecord, row: FrozenTrial, latest: RowMapping | None) -> dict[str, Any]:
-    spec, attributes = record.spec, row.user_attrs
+    spec, attributes = _find_spec(record), row.user_attrs
+    at_rest = row.state == TrialState.RUNNING and record.state not in WITH_DRIVER
     return {
         "number": row.number,
-        "arm": spec.arm_of(row.number),
-        "draw": spec.draw_of(row.number),
-        "seed": spec.seed_of(row.number),
+        "arm": spec.arm_of(row.number) if spec else attributes.get("arm", ""),
+        "draw": spec.draw_of(row.number) if spec else attributes.get("draw", 0),
+        "seed": spec.seed_of(row.number) if spec else attributes.get("seed", 0),
         "attempt": attributes.get("attempt", 0),
-        "state": row.state.name,
+        "state": "WAITING" if at_rest else row.state.name,
         "params": row.params,
         "epochs_done": latest["epoch"] if latest else 0,
         "best_epoch": attributes.get("best_epoch"),

@@ -9,8 +9,8 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from service.launcher import Capacity
-from trials.ledger import Failure, Fenced, Report, StudyLedger, Task
-from trials.spec import SweepSpec
+from trials.ledger import Failure, Fenced, Orders, Report, StudyLedger, Task
+from trials.spec import Budget, SweepSpec
 from trials.store import CheckpointStore
 
 SWEEP = "s0123456789"
@@ -97,13 +97,21 @@ class MemoryJournal:
     def __init__(self) -> None:
         self.before_write: Callable[[], None] = Countdown()
         self.fenced = False
+        self.orders = Orders("running", Budget(trials=1), 0.0)
         self.epochs: dict[tuple[int, int], dict[str, Any]] = {}
         """Records by trial number and epoch."""
         self.events: list[tuple[str, dict[str, Any]]] = []
 
-    def beat(self) -> None:
+    def beat(self) -> Orders:
         if self.fenced:
             raise Fenced("another driver has this sweep")
+        return self.orders
+
+    def ask_to_pause(self, reason: str) -> None:
+        self.beat()
+        self.before_write()
+        self.orders = replace(self.orders, state="pausing")
+        self.events.append(("pause_requested", {"reason": reason}))
 
     def record_epoch(self, number: int, attempt: int, epoch: Mapping[str, Any]) -> None:
         self.beat()
@@ -179,6 +187,7 @@ def reports(task: Task) -> Iterator[Report]:
 
 
 def open_ledger(spec: SweepSpec, storage: Any, journal: MemoryJournal) -> StudyLedger:
+    journal.orders = replace(journal.orders, budget=spec.budget)
     return StudyLedger(spec, SWEEP, storage, journal, CheckpointStore("memory://ledger"))
 
 
@@ -208,6 +217,8 @@ class MemoryLauncher:
         self.broken: set[str] = set()
         """Sweeps whose drivers cannot be started."""
         self.log = ""
+        self.me: dict[str, Any] = {"controller": 1}
+        self.dead_controllers: list[int] = []
         self._capacity = Capacity(cpus, gpus, cpus_have_bf16)
 
     def capacity(self) -> Capacity:
@@ -222,7 +233,15 @@ class MemoryLauncher:
         return {"sweep": sweep_id, "generation": generation}
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
+        if "controller" in driver:
+            return driver["controller"] not in self.dead_controllers
         return bool(self.alive.get(driver["sweep"]) == driver["generation"])
+
+    def identity(self) -> dict[str, Any]:
+        return self.me
+
+    def forget(self, sweep_id: str) -> None:
+        self.calls.append(f"forget {sweep_id}")
 
     def end(self, sweep_id: str) -> None:
         self.calls.append(f"end {sweep_id}")

@@ -37,6 +37,7 @@ class PlayingLauncher:
         self._storage = open_storage(settings.resolved_database_url)
         self._store = CheckpointStore(settings.resolved_store_url)
         self.ended: list[str] = []
+        self.forgotten: list[str] = []
 
     def capacity(self) -> Capacity:
         return Capacity(cpus=2, gpus=0)
@@ -50,7 +51,7 @@ class PlayingLauncher:
         else:
             while self._play(ledger, spec, epochs=spec.training.epochs):
                 pass
-            self._records.finish(sweep_id, generation, *ledger.outcome())
+            self._records.finish(sweep_id, generation, *ledger.outcome(), under=ledger.budget)
         return {"sweep": sweep_id}
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
@@ -58,6 +59,12 @@ class PlayingLauncher:
 
     def end(self, sweep_id: str) -> None:
         self.ended.append(sweep_id)
+
+    def identity(self) -> dict[str, Any]:
+        return {"sweep": "none: the service itself"}
+
+    def forget(self, sweep_id: str) -> None:
+        self.forgotten.append(sweep_id)
 
     def log_tail(self, sweep_id: str) -> str:
         return ""

@@ -4,21 +4,23 @@ import itertools
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import trials.training
+import trials.attempt
 from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
 from tests.service_process import write_corpus
-from trials.attempt import run_attempt
-from trials.checkpoints import read_best
+from trials.attempt import ALIVE, Timer, run_attempt
+from trials.checkpoints import read_best, unpack_state
 from trials.corpora import SPLITS, PathCorpus, Split, load_corpus
 from trials.evaluation import evaluate
 from trials.ledger import Report, Task
@@ -57,7 +59,7 @@ def undisturbed(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[l
     """All reports of a run that nothing happened to, and its best checkpoint."""
     directory = tmp_path_factory.mktemp("twin")
     store = CheckpointStore(directory.as_uri())
-    said = list(run_attempt(task, store, directory))
+    said = list(epochs_of(task, store, directory))
     assert [report.failure for report in said] == [None] * EPOCHS
     return said, best_bytes(store)
 
@@ -74,10 +76,15 @@ def essence(report: Report) -> dict[str, Any]:
     return {**vars(report), "epoch": epoch}
 
 
+def epochs_of(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Report]:
+    """An attempt's reports, signs of life left out."""
+    return (report for report in run_attempt(task, store, data_dir) if report != ALIVE)
+
+
 def kill_after(task: Task, store: CheckpointStore, data_dir: Path, reports: int) -> list[Report]:
-    running: Iterator[Report] = run_attempt(task, store, data_dir)
+    running: Iterator[Report] = epochs_of(task, store, data_dir)
     said = list(itertools.islice(running, reports))
-    running.close()  # type: ignore[attr-defined]
+    running.close()  # type: ignore[attr-defined]  # a generator
     return said
 
 
@@ -124,7 +131,7 @@ def test_killed_and_resumed_attempt_ends_in_the_same_bytes(
 ) -> None:
     kill_after(task, store, tmp_path, killed_after)
     on_record = killed_after if recorded else killed_after - 1
-    resumed = list(run_attempt(replace(task, attempt=2, recorded_epochs=on_record), store, tmp_path))
+    resumed = list(epochs_of(replace(task, attempt=2, recorded_epochs=on_record), store, tmp_path))
     expected, best = undisturbed
     assert best_bytes(store) == best
     first = max(1, on_record)
@@ -139,7 +146,7 @@ def test_best_keeps_the_averaged_weights_of_the_best_epoch_though_worse_ones_fol
 ) -> None:
     task = replace(task, config=replace(task.config, training=replace(task.config.training, epochs=8)))
     kill_after(task, store, tmp_path, killed_after)
-    said = list(run_attempt(replace(task, attempt=2, recorded_epochs=killed_after), store, tmp_path))
+    said = list(epochs_of(replace(task, attempt=2, recorded_epochs=killed_after), store, tmp_path))
     # Of a finished trial every epoch is only reported again.
     epochs = [report.epoch for report in kill_after(task, store, tmp_path, 8) if report.epoch is not None]
     best = min(epochs, key=lambda epoch: float(epoch["valid_loss"]))
@@ -167,7 +174,7 @@ def test_resumed_attempt_trains_no_epoch_twice(
         return trained[-1]
 
     monkeypatch.setattr(Training, "_end_epoch", counting)
-    list(run_attempt(replace(task, recorded_epochs=3), store, tmp_path))
+    list(epochs_of(replace(task, recorded_epochs=3), store, tmp_path))
     assert [result.epoch for result in trained] == [4, 5]
 
 
@@ -191,7 +198,7 @@ def test_killed_right_after_writing_last_a_trial_has_the_best_that_last_has_seen
 ) -> None:
     """Else it would be lost: who goes on from `last` does not train that epoch again."""
     store = ComparingStore((tmp_path / "store").as_uri())
-    list(run_attempt(task, store, tmp_path))
+    list(epochs_of(task, store, tmp_path))
     assert len({seen for seen, _ in store.best_epochs}) > 1
     assert all(seen == best for seen, best in store.best_epochs)
 
@@ -217,9 +224,9 @@ def saves_at_every_step(tmp_path_factory: pytest.TempPathFactory, task: Task) ->
     task = replace(task, checkpoint_every_s=1e-9)
     directory = tmp_path_factory.mktemp("counted")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials.training, "PAUSE_SHARE", 0)
+        patch.setattr(trials.attempt, "SHARE", 0)
         store = DyingStore(directory.as_uri())
-        list(run_attempt(task, store, directory))
+        list(epochs_of(task, store, directory))
     return task, store.saves
 
 
@@ -234,17 +241,17 @@ def test_killed_at_any_step_the_trial_ends_in_the_same_bytes(
     """From the first step to the last: before, at and after the switch, and between `best` and `last`."""
     task, saves = saves_at_every_step
     saved = round(moment * (saves - 1))
-    monkeypatch.setattr(trials.training, "PAUSE_SHARE", 0)
+    monkeypatch.setattr(trials.attempt, "SHARE", 0)
     url = (tmp_path / "store").as_uri()
     said: list[Report] = []
     with pytest.raises(KeyboardInterrupt):
-        said.extend(run_attempt(task, DyingStore(url, dies_at=saved + 1), tmp_path))
+        said.extend(epochs_of(task, DyingStore(url, dies_at=saved + 1), tmp_path))
     steps: list[int] = []
     step = Training._step
     monkeypatch.setattr(Training, "_step", lambda *args: steps.append(1) or step(*args))
     best_epoch = said[-1].best_epoch or 0 if said else 0
     again = replace(task, attempt=2, recorded_epochs=len(said), best_epoch=best_epoch)
-    resumed = list(run_attempt(again, CheckpointStore(url), tmp_path))
+    resumed = list(epochs_of(again, CheckpointStore(url), tmp_path))
     assert best_bytes(CheckpointStore(url)) == undisturbed[1]
     first, *later = map(essence, resumed)
     twin, *twins = map(essence, undisturbed[0][max(0, len(said) - 1) :])
@@ -264,9 +271,9 @@ def test_killed_during_validation_the_trial_ends_in_the_same_bytes(
     with monkeypatch.context() as patch:
         failing(patch, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
-            list(run_attempt(replace(task, checkpoint_every_s=1e-9), store, tmp_path))
-    assert list(store.load_last("s1", 0))
-    list(run_attempt(replace(task, attempt=2), store, tmp_path))
+            list(epochs_of(replace(task, checkpoint_every_s=1e-9), store, tmp_path))
+    assert store.find_last("s1", 0)
+    list(epochs_of(replace(task, attempt=2), store, tmp_path))
     assert best_bytes(store) == undisturbed[1]
 
 
@@ -276,22 +283,13 @@ def scrap(tmp_path: Path, *names: str) -> None:
         file.write_bytes(file.read_bytes()[:5000])
 
 
-@pytest.mark.parametrize(
-    ("names", "reported"), [(("last.tar",), [3, 4, 5]), (("last.tar", "previous.tar"), [1, 2, 3, 4, 5])]
-)
-def test_where_last_is_corrupt_the_one_before_is_used_and_without_one_the_trial_starts_over(
-    task: Task,
-    store: CheckpointStore,
-    undisturbed: tuple[list[Report], bytes],
-    tmp_path: Path,
-    names: tuple[str, ...],
-    reported: list[int],
+def test_where_last_is_corrupt_the_trial_starts_over_and_ends_the_same(
+    task: Task, store: CheckpointStore, undisturbed: tuple[list[Report], bytes], tmp_path: Path
 ) -> None:
     kill_after(task, store, tmp_path, 3)
-    scrap(tmp_path, *names)
-    resumed = list(run_attempt(replace(task, attempt=2, recorded_epochs=3), store, tmp_path))
-    assert [report.epoch and report.epoch["epoch"] for report in resumed] == reported
-    assert [*map(essence, resumed)] == [*map(essence, undisturbed[0][reported[0] - 1 :])]
+    scrap(tmp_path, "last.tar")
+    resumed = list(epochs_of(replace(task, attempt=2, recorded_epochs=3), store, tmp_path))
+    assert [*map(essence, resumed)] == [*map(essence, undisturbed[0])]
     assert best_bytes(store) == undisturbed[1]
 
 
@@ -304,9 +302,9 @@ def test_epochs_trained_again_never_replace_a_better_checkpoint(task: Task, tmp_
             break
     assert said[-1].best_epoch == 3
     best = best_bytes(store)
-    scrap(folder, "last.tar", "previous.tar")
+    scrap(folder, "last.tar")
     again = replace(seeded, attempt=2, recorded_epochs=3, best_epoch=3)
-    for report in itertools.islice(run_attempt(again, store, tmp_path), 3):
+    for report in itertools.islice(epochs_of(again, store, tmp_path), 3):
         assert report.epoch is not None
         assert best_bytes(store) == best
 
@@ -315,11 +313,12 @@ def test_a_state_of_another_version_is_not_used(
     task: Task, store: CheckpointStore, undisturbed: tuple[list[Report], bytes], tmp_path: Path
 ) -> None:
     kill_after(task, store, tmp_path, 2)
-    (files, *_) = store.load_last("s1", 0)
+    files = store.find_last("s1", 0)
+    assert files is not None
     older = {key: value for key, value in json.loads(files["training.json"]).items() if key != "version"}
     for _ in range(2):
         store.save_last("s1", 0, {**files, "training.json": json.dumps(older).encode()})
-    resumed = list(run_attempt(replace(task, recorded_epochs=2), store, tmp_path))
+    resumed = list(epochs_of(replace(task, recorded_epochs=2), store, tmp_path))
     assert [report.epoch and report.epoch["epoch"] for report in resumed] == [1, 2, 3, 4, 5]
     assert best_bytes(store) == undisturbed[1]
 
@@ -335,7 +334,7 @@ def test_diverged_trial_says_so_and_keeps_its_last_good_checkpoint(
 ) -> None:
     kill_after(task, store, tmp_path, 1)
     best = best_bytes(store)
-    said = list(run_attempt(replace(wild(task, 1e30), recorded_epochs=1), store, tmp_path))
+    said = list(epochs_of(replace(wild(task, 1e30), recorded_epochs=1), store, tmp_path))
     assert said[-1].failure is not None
     assert said[-1].failure.failure_class == "diverged"
     assert said[-1].finished
@@ -350,7 +349,7 @@ def test_epoch_with_anything_infinite_has_diverged_and_is_not_kept(
     end_epoch = Training._end_epoch
     infinite: dict[str, Any] = {name: float("inf")}
     monkeypatch.setattr(Training, "_end_epoch", lambda *args: replace(end_epoch(*args), **infinite))
-    (only,) = run_attempt(task, store, tmp_path)
+    (only,) = epochs_of(task, store, tmp_path)
     assert only.failure is not None
     assert only.failure.failure_class == "diverged"
     assert name in only.failure.message
@@ -392,7 +391,7 @@ def test_failure_is_the_last_report_and_is_classed(
     failure_class: str,
 ) -> None:
     failing(monkeypatch, error)
-    (only,) = run_attempt(task, store, tmp_path)
+    (only,) = epochs_of(task, store, tmp_path)
     assert only.failure is not None
     assert only.failure.failure_class == failure_class
     assert only.finished
@@ -417,14 +416,14 @@ def test_what_breaks_the_gpu_for_this_process_is_left_to_another_process(
     """As a report it would end the trial for good, and every later one of the process after it."""
     failing(monkeypatch, error)
     with pytest.raises(type(error), match=str(error)):
-        list(run_attempt(task, store, tmp_path))
+        list(epochs_of(task, store, tmp_path))
 
 
 def test_model_too_large_for_the_machine_is_out_of_memory(
     task: Task, store: CheckpointStore, tmp_path: Path
 ) -> None:
     model = replace(task.config.model, embedding_size=10**13)
-    (only,) = run_attempt(replace(task, config=replace(task.config, model=model)), store, tmp_path)
+    (only,) = epochs_of(replace(task, config=replace(task.config, model=model)), store, tmp_path)
     assert only.failure is not None
     assert only.failure.failure_class == "out_of_memory"
     assert "takes up to" in only.failure.message, "it is refused before anything is allocated"
@@ -434,7 +433,7 @@ def test_missing_corpus_is_a_user_error_in_the_corpuss_words(
     task: Task, store: CheckpointStore, tmp_path: Path
 ) -> None:
     missing = PathCorpus(path=str(tmp_path / "nowhere"))
-    (only,) = run_attempt(replace(task, corpus=missing), store, tmp_path)
+    (only,) = epochs_of(replace(task, corpus=missing), store, tmp_path)
     assert only.failure is not None
     assert only.failure.failure_class == "user_error"
     assert "nowhere" in only.failure.message
@@ -448,13 +447,13 @@ def test_text_that_changes_during_a_sweep_is_noticed_and_never_served_from_a_cac
     own = tmp_path / "own"
     shutil.copytree(corpus.path, own)
     task = replace(task, corpus=PathCorpus(path=str(own)))
-    before = next(run_attempt(task, store, tmp_path))
+    before = next(epochs_of(task, store, tmp_path))
     (own / f"{split}.txt").write_text((own / f"{split}.txt").read_text() * 2)
-    after = next(run_attempt(replace(task, number=task.number + 1), store, tmp_path))
+    after = next(epochs_of(replace(task, number=task.number + 1), store, tmp_path))
     assert before.corpus_sha256 is not None
     assert after.corpus_sha256 is not None
     assert {name for name in SPLITS if before.corpus_sha256[name] != after.corpus_sha256[name]} == {split}
-    (only,) = run_attempt(replace(task, corpus_sha256=before.corpus_sha256), store, tmp_path)
+    (only,) = epochs_of(replace(task, corpus_sha256=before.corpus_sha256), store, tmp_path)
     assert only.failure is not None
     assert only.failure.failure_class == "user_error"
     assert "the text has changed since this sweep began" in only.failure.message
@@ -475,7 +474,63 @@ def test_text_too_short_for_the_batch_is_a_user_error(
     task: Task, store: CheckpointStore, tmp_path: Path
 ) -> None:
     training = replace(task.config.training, batch_size=5000)
-    (only,) = run_attempt(replace(task, config=replace(task.config, training=training)), store, tmp_path)
+    (only,) = epochs_of(replace(task, config=replace(task.config, training=training)), store, tmp_path)
     assert only.failure is not None
     assert only.failure.failure_class == "user_error"
     assert "batch_size 5000" in only.failure.message
+
+
+def test_what_is_due_comes_so_often_but_takes_a_small_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(trials.attempt, "time", SimpleNamespace(monotonic=lambda: now))
+    timer, done_at = Timer(5), []
+    for now in itertools.takewhile(lambda at: at < 200, itertools.count(0.0, 1.0)):
+        if timer.is_due:
+            done_at.append(now)
+            with timer.doing():
+                now += 0.1 if len(done_at) < 3 else 1.0
+    assert done_at == [5, 11, 17, 58, 99, 140, 181]
+
+
+def test_state_is_saved_at_once_when_a_pause_is_asked_for(
+    task: Task, store: CheckpointStore, undisturbed: tuple[list[Report], bytes], tmp_path: Path, slow: None
+) -> None:
+    asked = False
+    running = run_attempt(replace(task, checkpoint_every_s=1e6), store, tmp_path, lambda: asked)
+    assert next(running) == ALIVE
+    assert store.find_last("s1", 0) is None
+    asked = True
+    assert next(running) == ALIVE
+    files = store.find_last("s1", 0)
+    assert files is not None
+    _, values = unpack_state(files, "last.tar")
+    assert values["history"] == []
+    assert "under_way" in values
+    running.close()
+    list(run_attempt(replace(task, attempt=2), store, tmp_path))
+    assert best_bytes(store) == undisturbed[1]
+
+
+def test_attempt_that_saves_nothing_says_that_it_lives(
+    task: Task, store: CheckpointStore, tmp_path: Path, slow: None
+) -> None:
+    patient = replace(task, checkpoint_every_s=1e6, hang_s=0.01)
+    first, *said = itertools.islice(run_attempt(patient, store, tmp_path), 5)
+    assert first == ALIVE
+    assert ALIVE in said
+    assert store.find_last("s1", 0) is None
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch lasts long enough to be looked into."""
+    step = Training._step
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.005)
+        return step(*arguments)
+
+    monkeypatch.setattr(trials.attempt, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(Training, "_step", slowly)

@@ -14,6 +14,7 @@ import trials.driver
 from models.precision import UnsupportedPrecision
 from tests.fakes import MemoryJournal, open_ledger, spec
 from trials.driver import drive, require_gpu, room_for
+from trials.ledger import Orders
 from trials.spec import Resources, SweepSpec
 
 
@@ -43,6 +44,10 @@ def test_a_driver_loads_no_torch() -> None:
     assert said.strip() == "[]"
 
 
+def never() -> None:
+    raise AssertionError("the sweep is not over")
+
+
 def test_the_lease_is_renewed_while_torch_looks_for_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,10 +55,10 @@ def test_the_lease_is_renewed_while_torch_looks_for_a_gpu(
     beaten = threading.Event()
 
     class Journal(MemoryJournal):
-        def beat(self) -> None:
-            super().beat()
+        def beat(self) -> Orders:
             if threading.current_thread() is not threading.main_thread():
                 beaten.set()
+            return super().beat()
 
     def looking(spec: SweepSpec) -> None:
         assert beaten.wait(10)
@@ -64,7 +69,7 @@ def test_the_lease_is_renewed_while_torch_looks_for_a_gpu(
     asked = spec(resources={"gpus": 1})
     ledger = open_ledger(asked, InMemoryStorage(), Journal())
     with pytest.raises(RuntimeError, match="no GPU after all"):
-        drive(ledger, Journal(), asked, store_url="", data_dir=tmp_path, scratch=tmp_path)
+        drive(ledger, Journal(), asked, store_url="memory://", data_dir=tmp_path, scratch=tmp_path, end=never)
 
 
 def test_a_precision_that_the_gpu_has_not_is_said_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +85,18 @@ def test_a_precision_that_the_gpu_has_not_is_said_before_any_trial(monkeypatch: 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_a_gpu_that_torch_cannot_use_is_said_before_any_trial(tmp_path: Path) -> None:
     asked = spec(resources={"gpus": 0.5})
-    ledger = open_ledger(asked, InMemoryStorage(), MemoryJournal())
+    journal = MemoryJournal()
+    ledger = open_ledger(asked, InMemoryStorage(), journal)
     with pytest.raises(RuntimeError, match=r"finds no CUDA device: .* resources\.gpus 0"):
-        drive(ledger, MemoryJournal(), asked, store_url="", data_dir=tmp_path, scratch=tmp_path)
+        drive(
+            ledger,
+            MemoryJournal(),
+            asked,
+            store_url="memory://",
+            data_dir=tmp_path,
+            scratch=tmp_path,
+            end=never,
+        )
     task = ledger.next_task()
     assert task is not None
     assert (task.device, task.gpu_share) == ("cuda", 0.5)

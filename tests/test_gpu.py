@@ -7,7 +7,6 @@ from typing import Literal
 import pytest
 import torch
 
-import trials.training
 from models.config import Precision
 from models.precision import tf32_products
 from regularizers.config import Regularization
@@ -49,9 +48,8 @@ def test_every_regularizer_trains(name: str) -> None:
 
 @pytest.mark.parametrize("averaging", ["none", "from-start"])
 def test_training_that_goes_on_in_mid_epoch_equals_training_that_never_stopped(
-    averaging: Literal["none", "from-start"], monkeypatch: pytest.MonkeyPatch
+    averaging: Literal["none", "from-start"],
 ) -> None:
-    monkeypatch.setattr(trials.training, "PAUSE_SHARE", 0)
     whole = build(averaging=averaging)
     states = [whole.state() for _ in whole.run(pause_every_s=0)]
     for state in states[::29]:
@@ -125,7 +123,7 @@ def test_an_attempt_says_which_card_it_ran_on(tmp_path: Path) -> None:
         (tmp_path / f"{split}.txt").write_text(" ".join(map(str, ids)))
     config = TrialConfig(MODEL, replace(CONFIG, epochs=1), Regularization("fraternal"))
     task = Task("s1", 0, 1, "fd", 1, config, PathCorpus(path=str(tmp_path)), "cuda", 0)
-    (report,) = run_attempt(task, CheckpointStore((tmp_path / "store").as_uri()), tmp_path)
+    (_, report) = run_attempt(task, CheckpointStore((tmp_path / "store").as_uri()), tmp_path)
     assert report.failure is None
     assert report.device == f"cuda: {torch.cuda.get_device_name()}"
 

@@ -118,7 +118,7 @@ def test_the_newest_sweep_is_listed_first(idle: httpx.Client) -> None:
 
 def test_an_ended_sweep_shows_its_trials_and_which_is_best(client: httpx.Client, ended: str) -> None:
     sweep = client.get(f"/v1/sweeps/{ended}").json()
-    assert sweep["trials"] == {"budget": 6, "running": 0, "complete": 6, "pruned": 0, "failed": 0}
+    assert sweep["trials"] == {"budget": 6, "running": 0, "waiting": 0, "complete": 6, "pruned": 0, "failed": 0}
     assert sweep["best"]["number"] == 5
     trials = client.get(f"/v1/sweeps/{ended}/trials").json()["trials"]
     assert [trial["number"] for trial in trials] == list(range(6))

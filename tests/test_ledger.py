@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState
 
+import trials.ledger
 from service.studies import open_storage
 from tests.fakes import (
     SWEEP,
@@ -34,18 +37,24 @@ from tests.fakes import (
     with_loss,
 )
 from trials.ledger import (
+    DATABASE_PATIENCE_S,
     MOST_INTERMEDIATE_VALUES,
     Failure,
     Fenced,
+    JournalAway,
     Report,
     StudyLedger,
     Task,
     close_open_trials,
+    delete_study,
     intermediate_epochs,
     perplexity,
+    reopen_failed,
     rung_epochs,
+    studies_of,
 )
-from trials.spec import SuccessiveHalving, SweepSpec
+from trials.spec import Budget, SuccessiveHalving, SweepSpec
+from trials.store import CheckpointStore
 
 Work = Callable[[Task], Iterator[Report]]
 HALVING = {"name": "successive_halving", "min_epochs": 1, "reduction_factor": 2}
@@ -83,7 +92,7 @@ def test_undisturbed_sweep_completes_its_budget_and_says_how_each_trial_did(any_
     ledger = open_ledger(spec(), any_storage, journal)
     drive(ledger)
     assert ledger.exhausted
-    assert ledger.outcome() == ("succeeded", None)
+    assert ledger.outcome() == ("succeed", None)
     assert states(any_storage) == [TrialState.COMPLETE] * 6
     for row in rows(any_storage):
         best = min(range(1, 4), key=lambda epoch: valid_loss(row.number, epoch))
@@ -166,7 +175,7 @@ def test_exactly_the_budget_ends_whatever_happens(
             break
     assert len(rows(storage)) == trials
     assert all(state.is_finished() for state in states(storage))
-    assert ledger.outcome()[0] == ("succeeded" if TrialState.COMPLETE in states(storage) else "failed")
+    assert ledger.outcome()[0] == ("succeed" if TrialState.COMPLETE in states(storage) else "fail")
 
 
 def test_what_an_earlier_driver_left_running_comes_first_and_is_the_same_but_for_its_attempt(
@@ -283,7 +292,7 @@ def test_trial_lost_too_often_fails_and_the_others_go_on(storage: BaseStorage) -
     assert "3 attempts" in hopeless.user_attrs["failure_message"]
     assert "killed by nobody we know" in hopeless.user_attrs["failure_message"]
     assert [kind for kind, _ in journal.events].count("trial_lost") == 2
-    assert ledger.outcome()[0] == "succeeded"
+    assert ledger.outcome()[0] == "succeed"
 
 
 def test_trial_that_reports_trouble_around_it_is_tried_again() -> None:
@@ -311,7 +320,7 @@ def test_sweep_whose_trials_all_failed_has_failed(storage: BaseStorage) -> None:
     ledger = open_ledger(spec(), storage, MemoryJournal())
     drive(ledger, lambda task: iter([failed("diverged")]))
     state, reason = ledger.outcome()
-    assert state == "failed"
+    assert state == "fail"
     assert reason is not None
     assert "none of the 6 trials completed" in reason
 
@@ -469,3 +478,307 @@ def test_rows_of_a_cancelled_sweep_say_so_and_ended_ones_stay_as_they_are(any_st
 
 def test_to_close_the_trials_of_a_sweep_without_a_study_is_harmless(storage: BaseStorage) -> None:
     close_open_trials("s-never-was", storage, Failure("cancelled", "the sweep was cancelled"))
+
+
+# Wishes and limits.
+
+
+def wish(journal: MemoryJournal, **changes: Any) -> None:
+    journal.orders = replace(journal.orders, **changes)
+
+
+def test_paused_trials_stay_open_and_the_next_driver_goes_on_with_them(any_storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), any_storage, journal)
+    first, second = ledger.next_task(), ledger.next_task()
+    assert first is not None
+    assert second is not None
+    assert ledger.record(first, report(first, 1))
+    wish(journal, state="pausing")
+    assert ledger.next_task() is None
+    assert not ledger.record(first, report(first, 2)), "its state is saved: it need not go on"
+    assert not ledger.record(second, Report(epoch=None))
+    assert ledger.exhausted
+    assert not ledger.done
+    assert states(any_storage) == [TrialState.RUNNING] * 2
+    wish(journal, state="running")
+    drive(open_ledger(spec(), any_storage, journal))
+    assert states(any_storage) == [TrialState.COMPLETE] * 6
+    assert [row.user_attrs["attempt"] for row in rows(any_storage)] == [2, 2, 1, 1, 1, 1]
+
+
+def test_trial_that_comes_to_its_end_while_the_sweep_is_paused_has_ended(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(budget={"trials": 1}), storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    wish(journal, state="pausing")
+    assert not ledger.record(task, report(task, 3))
+    assert states(storage) == [TrialState.COMPLETE]
+    assert ledger.done
+
+
+def test_pause_that_is_taken_back_costs_the_trials_an_attempt_and_nothing_else(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    wish(journal, state="pausing")
+    assert not ledger.record(task, report(task, 1))
+    wish(journal, state="running")
+    drive(ledger)
+    assert states(storage) == [TrialState.COMPLETE] * 6
+    assert rows(storage)[0].user_attrs["attempt"] == 2
+
+
+def test_stopped_sweep_begins_no_trial_and_ends_with_those_that_run(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    wish(journal, state="stopping")
+    assert ledger.next_task() is None
+    for said in reports(task):
+        ledger.record(task, said)
+    assert ledger.done
+    assert ledger.outcome() == ("succeed", "stopped on request after 1 of 6 trials")
+
+
+def test_budget_that_grows_while_the_sweep_runs_is_used_up(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    drive(ledger)
+    assert ledger.done
+    wish(journal, budget=Budget(trials=8))
+    drive(ledger)
+    assert states(storage) == [TrialState.COMPLETE] * 8
+
+
+def in_parallel(ledger: StudyLedger, workers: int, until: Callable[[], bool]) -> None:
+    """Trials that run side by side and report in turn, until the driver would end them."""
+    running: dict[int, tuple[Task, Iterator[Report]]] = {}
+    while not until():
+        while len(running) < workers and (task := ledger.next_task()) is not None:
+            running[task.number] = task, reports(task)
+        if not running:
+            return
+        for number, (task, said) in list(running.items()):
+            if not ledger.record(task, next(said)):
+                del running[number]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("limit", ["wall_s", "target", "max_failed"])
+def test_no_row_is_open_once_a_limit_is_reached_at_any_parallelism(
+    storage: BaseStorage, limit: str, workers: int
+) -> None:
+    of_limit = {"wall_s": 100.0, "target": perplexity(valid_loss(2, 2)), "max_failed": 0}[limit]
+    asked = spec(budget={"trials": 50, limit: of_limit})
+    journal = MemoryJournal()
+    ledger = open_ledger(asked, storage, journal)
+    in_parallel(ledger, workers, lambda: ledger.limit is not None or len(rows(storage)) > 6)
+    if limit == "wall_s":
+        wish(journal, running_s=100.5)
+        ledger.heed(journal.beat())
+    elif limit == "max_failed":
+        task = ledger.next_task()
+        assert task is not None
+        ledger.record(task, failed("user_error"))
+    assert ledger.limit is not None
+    begun = len(rows(storage))
+    assert ledger.next_task() is None
+    ledger.end_open_trials()
+    assert ledger.done
+    assert all(state.is_finished() for state in states(storage))
+    assert len(rows(storage)) == begun
+    verb, words = ledger.outcome()
+    assert verb == ("fail" if limit == "max_failed" else "succeed")
+    assert words is not None
+    assert f"budget.{limit}" in words
+    ended = [row for row in rows(storage) if row.user_attrs.get("failure_class") == "cancelled"]
+    assert all(f"budget.{limit}" in row.user_attrs["failure_message"] for row in ended)
+
+
+def test_trial_that_reached_the_target_is_complete_whoever_writes_that_down(storage: BaseStorage) -> None:
+    asked = spec(budget={"trials": 6, "target": perplexity(valid_loss(0, 2))})
+    ledger = open_ledger(asked, storage, MemoryJournal())
+    first, second = ledger.next_task(), ledger.next_task()
+    assert first is not None
+    assert second is not None
+    ledger.record(second, report(second, 1))
+    for epoch in (1, 2):
+        ledger.record(first, report(first, epoch))
+    again = open_ledger(asked, storage, MemoryJournal())  # the driver died before it could end them
+    assert again.limit is not None
+    again.end_open_trials()
+    assert states(storage) == [TrialState.COMPLETE, TrialState.FAIL]
+    assert rows(storage)[0].value == perplexity(valid_loss(0, 2))
+    assert again.outcome()[0] == "succeed"
+
+
+def test_failures_alike_in_a_row_pause_the_sweep_with_their_words(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(retry={"identical_failures": 2}), storage, journal)
+    trace = "Traceback: line 1 of trial {}\nKeyError: 'weights'"
+    done = ledger.next_task()
+    assert done is not None
+    for said in reports(done):
+        ledger.record(done, said)
+    for _ in range(2):
+        assert journal.orders.state == "running"
+        task = ledger.next_task()
+        assert task is not None
+        ledger.record(task, failed("user_error", trace.format(task.number)))
+    assert journal.orders.state == "pausing"
+    _, detail = next(event for event in journal.events if event[0] == "pause_requested")
+    assert detail["reason"].startswith("2 trials in a row failed alike (user_error)")
+    assert "KeyError: 'weights'" in detail["reason"]
+
+
+@pytest.mark.parametrize(
+    ("classes", "messages"),
+    [
+        (["diverged"] * 3, ["the loss is nan"] * 3),
+        (["user_error"] * 3, ["one", "two", "one"]),
+        (["user_error", "out_of_memory", "user_error"], ["one"] * 3),
+        (["user_error", None, "user_error"], ["one", None, "one"]),
+    ],
+)
+def test_failures_that_are_not_alike_pause_nothing(
+    storage: BaseStorage, classes: list[str | None], messages: list[str | None]
+) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(retry={"identical_failures": 2}), storage, journal)
+    for failure_class, message in zip(classes, messages, strict=True):
+        task = ledger.next_task()
+        assert task is not None
+        for said in reports(task) if failure_class is None else [failed(failure_class, str(message))]:
+            ledger.record(task, said)
+    assert journal.orders.state == "running"
+
+
+# A database that goes away.
+
+
+class LeavingJournal(MemoryJournal):
+    """Answers again after some time; or does what it is asked, and does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away = 0
+        self.done_unanswered = False
+
+    def record_epoch(self, number: int, attempt: int, epoch: Any) -> None:
+        if self.done_unanswered:
+            super().record_epoch(number, attempt, epoch)
+        self._answer()
+        super().record_epoch(number, attempt, epoch)
+
+    def record_event(self, kind: str, **detail: Any) -> None:
+        self._answer()
+        super().record_event(kind, **detail)
+
+    def _answer(self) -> None:
+        if self.away:
+            self.away -= 1
+            raise JournalAway("nobody listens")
+
+
+@pytest.mark.parametrize("done_unanswered", [False, True])
+@pytest.mark.parametrize("away", [1, 3])
+def test_driver_waits_for_its_database_and_loses_and_doubles_nothing(
+    storage: BaseStorage, away: int, done_unanswered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(trials.ledger.time, "sleep", slept.append)
+    journal = LeavingJournal()
+    journal.done_unanswered = done_unanswered
+    ledger = open_ledger(spec(), storage, journal)
+
+    def unreliable(task: Task) -> Iterator[Report]:
+        for said in reports(task):
+            journal.away = away
+            yield said
+        journal.away = away
+        if task.attempt == 1 and task.number == 3:
+            yield failed("infrastructure")
+
+    drive(ledger, unreliable)
+    assert states(storage) == [TrialState.COMPLETE] * 6
+    assert set(journal.epochs) == set(itertools.product(range(6), (1, 2, 3)))
+    assert slept
+    assert Counter(kind for kind, _ in journal.events)["trial_finished"] == 6
+
+
+def test_row_that_was_made_without_an_answer_is_used_and_not_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unanswering(InMemoryStorage):
+        away = True
+
+        def create_new_trial(self, *args: Any, **kwargs: Any) -> int:
+            made = super().create_new_trial(*args, **kwargs)
+            if self.away:
+                self.away = False
+                raise StorageInternalError("the answer was lost")
+            return made
+
+    monkeypatch.setattr(trials.ledger.time, "sleep", lambda seconds: None)
+    storage = Unanswering()
+    drive(open_ledger(spec(), storage, MemoryJournal()))
+    assert states(storage) == [TrialState.COMPLETE] * 6
+
+
+def test_driver_that_has_waited_for_its_database_long_enough_gives_up(
+    storage: BaseStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(trials.ledger.time, "sleep", slept.append)
+    journal = LeavingJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    journal.away = 10**6
+    with pytest.raises(JournalAway):
+        ledger.record(task, report(task, 1))
+    assert DATABASE_PATIENCE_S <= sum(slept) < DATABASE_PATIENCE_S + 10
+
+
+# Failed trials, once more.
+
+
+def test_failed_trials_are_open_again_under_their_numbers_and_the_others_as_they_were(
+    any_storage: BaseStorage,
+) -> None:
+    journal = MemoryJournal()
+
+    def work(task: Task) -> Iterator[Report]:
+        if task.number == 1:
+            return iter([report(task, 1), failed("out_of_memory", "no memory")])
+        return iter([failed("diverged")]) if task.number == 2 else reports(task)
+
+    drive(open_ledger(spec(), any_storage, journal), work)
+    before = rows(any_storage)
+    for _ in range(2):  # a driver may have died in the middle of it
+        reopen_failed(SWEEP, f"{SWEEP}~2", spec(), any_storage, ["out_of_memory"])
+    delete_study(SWEEP, any_storage)
+    assert studies_of(SWEEP, any_storage) == [f"{SWEEP}~2"]
+    ledger = StudyLedger(
+        spec(), SWEEP, any_storage, journal, CheckpointStore("memory://ledger"), f"{SWEEP}~2"
+    )
+    tasks: list[Task] = []
+
+    def noted(task: Task) -> Iterator[Report]:
+        tasks.append(task)
+        return reports(task)
+
+    drive(ledger, noted)
+    assert [(task.number, task.attempt, task.recorded_epochs) for task in tasks] == [(1, 2, 1)]
+    after = optuna.load_study(study_name=f"{SWEEP}~2", storage=any_storage).get_trials()
+    assert after[1].state == TrialState.COMPLETE
+    assert "failure_class" not in after[1].user_attrs
+    for old, new in zip(before, after, strict=True):
+        assert (old.number, old.params, old.distributions) == (new.number, new.params, new.distributions)
+        if new.number != 1:
+            assert (old.state, old.values, old.user_attrs) == (new.state, new.values, new.user_attrs)
+            assert old.intermediate_values == new.intermediate_values

@@ -22,7 +22,8 @@ class World:
         self.records = records
         self.storage = InMemoryStorage()
         self.launcher = MemoryLauncher()
-        self.reconciler = Reconciler(records, self.storage, self.launcher, running_sweeps)
+        self.store = CheckpointStore("memory://reconciler")
+        self.reconciler = Reconciler(records, self.storage, self.store, self.launcher, running_sweeps)
 
     def submit(self, *names: str) -> None:
         for name in names:
@@ -43,7 +44,7 @@ class World:
 
     def finish(self, name: str) -> None:
         """Let the driver end its sweep and itself."""
-        assert self.records.finish(name, self.generation(name), "succeeded", None)
+        assert self.records.finish(name, self.generation(name), "succeed")
         del self.launcher.alive[name]
 
     def expire(self, name: str) -> None:
@@ -139,7 +140,7 @@ def test_driver_that_finished_at_the_moment_of_the_look_is_not_restarted(world: 
 def test_finished_driver_is_cleaned_up_after_once_it_is_gone_and_only_once(world: World) -> None:
     world.submit("s1")
     world.look()
-    world.records.finish("s1", 1, "succeeded", None)
+    world.records.finish("s1", 1, "succeed")
     world.launcher.calls.clear()
     world.look()
     assert world.launcher.calls == [], "it is given time to end by itself"
@@ -152,10 +153,10 @@ def test_finished_driver_is_cleaned_up_after_once_it_is_gone_and_only_once(world
 def test_finished_driver_that_does_not_end_is_ended(world: World) -> None:
     world.submit("s1")
     world.look()
-    world.records.finish("s1", 1, "succeeded", None)
+    world.records.finish("s1", 1, "succeed")
     with world.records.engine.begin() as connection:
         long_ago = _naive(now() - TIME_TO_END)
-        connection.execute(update(sweeps).values(finished_at=long_ago))
+        connection.execute(update(sweeps).values(state_since=long_ago))
     world.look()
     assert world.launcher.alive == {}
 
@@ -163,7 +164,7 @@ def test_finished_driver_that_does_not_end_is_ended(world: World) -> None:
 def test_service_that_stops_its_drivers_ends_one_whose_sweep_has_just_finished(world: World) -> None:
     world.submit("s1")
     world.look()
-    world.records.finish("s1", 1, "succeeded", None)
+    world.records.finish("s1", 1, "succeed")
     world.reconciler.start()
     world.reconciler.stop(stop_drivers=True)
     assert world.launcher.alive == {}
@@ -173,7 +174,7 @@ def test_service_that_stops_its_drivers_ends_one_whose_sweep_has_just_finished(w
 def test_cancelled_queued_sweep_ends_without_a_driver(world: World) -> None:
     world.submit("s1", "s2")
     world.look()
-    world.records.ask_to_cancel("s2")
+    world.records.ask("s2", "cancel")
     world.look()
     assert world.states() == {"s1": "running", "s2": "cancelled"}
     assert "launch s2" not in world.launcher.calls
@@ -206,7 +207,7 @@ def test_cancelled_running_sweep_ends_with_its_driver_and_its_open_rows(world: W
     world.submit("s1", "s2")
     world.look()
     open_rows(world, "s1")
-    world.records.ask_to_cancel("s1")
+    world.records.ask("s1", "cancel")
     world.look()
     assert world.states()["s1"] == "cancelled"
     assert world.launcher.alive.get("s1") is None
@@ -219,7 +220,7 @@ def test_cancelled_running_sweep_ends_with_its_driver_and_its_open_rows(world: W
 def test_cancel_goes_on_where_a_dying_controller_left_it(world: World) -> None:
     world.submit("s1")
     world.look()
-    world.records.ask_to_cancel("s1")
+    world.records.ask("s1", "cancel")
     world.records.fence(world.records.get_sweep("s1"))
     world.look()
     assert world.states() == {"s1": "cancelled"}

@@ -15,10 +15,11 @@ import optuna
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from pydantic_core import to_json
 from sqlalchemy import create_engine, event, inspect, text, update
 from sqlalchemy.exc import OperationalError
 
-from service.errors import SweepNotFound
+from service.errors import IllegalMove, SweepNotFound
 from service.records import (
     FIRST_LEASE,
     LEASE,
@@ -36,7 +37,7 @@ from service.studies import open_storage
 from tests.fakes import epoch_fields, spec
 from trials.ledger import Fenced
 
-OURS = {"fraternal_sweeps", "fraternal_epochs", "fraternal_events"}
+OURS = {"fraternal_sweeps", "fraternal_epochs", "fraternal_events", "fraternal_leases"}
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +121,24 @@ def test_epochs_of_the_first_version_are_kept_by_the_next(url: str, monkeypatch:
         patch.setattr(alembic.command, "upgrade", lambda config, head: upgrade(config, "001"))
         migrate(engine)
     records = Records(engine)
-    records.add_sweep("s1", spec())
+    written = to_json(spec().model_dump(mode="json")).decode()
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO fraternal_sweeps (id, spec, desired_state, state, generation, epochs_at_launch, "
+                "fruitless_launches, created_at) VALUES ('s1', :spec, 'cancelled', 'running', 1, 0, 0, :at)"
+            ),
+            {"spec": written, "at": "2026-01-01 00:00:00.000000"},
+        )
     older = {column.name: 1 for column in epochs.columns if not column.nullable}
     older |= {"sweep_id": "s1", "recorded_at": datetime(2026, 1, 1), "averaged": False, "is_best": True}
     with engine.begin() as connection:
         connection.execute(epochs.insert().values(older))
     migrate(engine)
     (row,) = records.curve("s1", 1)
+    sweep = records.get_sweep("s1")
+    assert (sweep.state, sweep.study, sweep.spec) == ("cancelling", "s1", spec())
+    assert sweep.state_since == datetime(2026, 1, 1, tzinfo=UTC)
     assert (row["valid_loss"], row["lr"], row["tokens_per_s"]) == (1, None, None)
     engine.dispose()
 
@@ -174,7 +186,7 @@ def test_sweep_comes_back_as_it_was_submitted(records: Records) -> None:
     assert record == records.get_sweep("s1")
     assert record.spec == asked
     assert list(record.spec.arms) == ["z", "a"]
-    assert (record.state, record.desired_state, record.generation) == ("queued", "running", 0)
+    assert (record.state, record.generation, record.running_s()) == ("queued", 0, 0)
 
 
 def test_sweep_of_an_earlier_version_has_the_defaults_of_what_that_did_not_know(records: Records) -> None:
@@ -237,18 +249,19 @@ def test_claim_begins_a_lease_and_the_sweep(claimed: SweepRecord, records: Recor
 def test_finished_sweep_can_be_neither_claimed_nor_fenced_nor_finished_again(
     claimed: SweepRecord, records: Records
 ) -> None:
-    assert records.finish("s1", 1, "succeeded", None)
+    assert records.finish("s1", 1, "succeed")
     before = everything(records)
     assert records.claim(claimed, fruitless=0, epochs_done=0) is None
     assert records.fence(claimed) is None
-    assert not records.finish("s1", 1, "failed", "too late")
-    assert not records.ask_to_cancel("s1")
+    assert not records.finish("s1", 1, "fail", "too late")
+    with pytest.raises(IllegalMove, match="legal now: extend, retry-failed, delete"):
+        records.ask("s1", "cancel")
     assert everything(records) == before
 
 
 def test_driver_of_an_earlier_generation_cannot_end_the_sweep(claimed: SweepRecord, records: Records) -> None:
     assert records.claim(claimed, fruitless=0, epochs_done=0) == 2
-    assert not records.finish("s1", 1, "succeeded", None)
+    assert not records.finish("s1", 1, "succeed")
     records.set_driver("s1", 1, {"pid": 1})
     assert records.get_sweep("s1").state == "running"
     assert records.get_sweep("s1").driver is None
@@ -265,7 +278,7 @@ def test_journal_of_a_driver_that_is_over_refuses_everything_and_changes_nothing
     elif how == "fenced":
         records.fence(claimed)
     else:
-        records.finish("s1", 1, "succeeded" if how == "finished" else "cancelled", None)
+        records.finish("s1", 1, "succeed" if how == "finished" else "fail")
     before = everything(records)
     for write in (
         journal.beat,
@@ -325,8 +338,8 @@ def test_epochs_are_counted_and_found_by_trial(claimed: SweepRecord, records: Re
 
 def test_events_tell_the_sweeps_story_in_order(claimed: SweepRecord, records: Records) -> None:
     SweepJournal(records, "s1", 1).record_event("trial_lost", number=2, message="\0 killed")
-    records.ask_to_cancel("s1")
-    records.finish("s1", records.fence(claimed) or 0, "cancelled", None)
+    records.ask("s1", "cancel")
+    records.finish("s1", records.fence(records.get_sweep("s1")) or 0, "close")
     told = records.list_events("s1")
     assert [event["kind"] for event in told] == [
         "sweep_submitted",
@@ -350,7 +363,7 @@ def test_times_come_back_aware_and_in_utc_wherever_the_process_is(
         migrate(engine)
         records = Records(engine)
         records.claim(records.add_sweep("s1", spec()), fruitless=0, epochs_done=0)
-        records.finish("s1", 1, "succeeded", None)
+        records.finish("s1", 1, "succeed")
         record = records.get_sweep("s1")
         for at in (record.created_at, record.started_at, record.finished_at):
             assert at is not None

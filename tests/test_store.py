@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import trials.store
 from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, pack, unpack, write_whole
 
 FILES = {"config.json": b'{"kappa": 0.1}', "weights": bytes(range(256)) * 3, "empty": b""}
@@ -152,31 +151,46 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     return CheckpointStore("memory://checkpoints")
 
 
-def lasts(store: CheckpointStore, sweep: str, number: int) -> list[dict[str, bytes]]:
-    return list(store.load_last(sweep, number))
-
-
-def test_last_comes_back_before_the_one_before_it_and_both_are_gone_when_discarded(
-    store: CheckpointStore,
-) -> None:
-    assert lasts(store, "s1", 0) == []
+def test_last_comes_back_as_it_was_saved_last_and_is_gone_when_discarded(store: CheckpointStore) -> None:
+    assert store.find_last("s1", 0) is None
     store.save_last("s1", 0, FILES)
-    assert lasts(store, "s1", 0) == [FILES]
+    assert store.find_last("s1", 0) == FILES
     store.save_last("s1", 0, {"other": b"newer"})
-    store.save_last("s1", 0, {"other": b"newest"})
-    assert lasts(store, "s1", 0) == [{"other": b"newest"}, {"other": b"newer"}]
+    assert store.find_last("s1", 0) == {"other": b"newer"}
     store.discard_last("s1", 0)
     store.discard_last("s1", 0)
-    assert lasts(store, "s1", 0) == []
+    assert store.find_last("s1", 0) is None
 
 
 def test_trials_and_sweeps_do_not_share_checkpoints(store: CheckpointStore) -> None:
-    for sweep, number in (("s1", 0), ("s1", 1), ("s2", 0), ("s1", 123456)):
+    trials = (("s1", 0), ("s1", 1), ("s2", 0), ("s1", 123456))
+    for sweep, number in trials:
         store.save_last(sweep, number, {"of": f"{sweep}/{number}".encode()})
-    assert lasts(store, "s1", 0) == [{"of": b"s1/0"}]
-    assert lasts(store, "s1", 1) == [{"of": b"s1/1"}]
-    assert lasts(store, "s2", 0) == [{"of": b"s2/0"}]
-    assert lasts(store, "s1", 123456) == [{"of": b"s1/123456"}]
+    for sweep, number in trials:
+        assert store.find_last(sweep, number) == {"of": f"{sweep}/{number}".encode()}
+
+
+def test_pause_is_asked_of_one_driver_until_it_is_withdrawn(store: CheckpointStore) -> None:
+    assert not store.pause_is_asked("s1", "d1")
+    store.ask_to_pause("s1", "d1")
+    assert store.pause_is_asked("s1", "d1")
+    assert not store.pause_is_asked("s1", "d2")
+    assert not store.pause_is_asked("s2", "d1")
+    for _ in range(2):
+        store.withdraw_pause("s1", "d1")
+        assert not store.pause_is_asked("s1", "d1")
+
+
+def test_removed_sweep_leaves_nothing_and_takes_no_other_with_it(store: CheckpointStore) -> None:
+    for sweep in ("s1", "s11"):
+        store.save_last(sweep, 0, FILES)
+        store.save_best(sweep, 0, FILES)
+    store.ask_to_pause("s1", "d1")
+    for _ in range(2):
+        store.remove_sweep("s1")
+    assert store.find_last("s1", 0) is None
+    assert not store._files.exists(f"{store._root}/s1")
+    assert store.find_last("s11", 0) == FILES
 
 
 def test_best_has_the_sha256_that_saving_it_returned(store: CheckpointStore) -> None:
@@ -213,51 +227,28 @@ SCRAPPED: list[Callable[[bytes], bytes]] = [
 
 
 @pytest.mark.parametrize("scrapped", SCRAPPED)
-def test_a_last_that_is_not_what_was_written_is_passed_over(
+def test_a_last_that_is_not_what_was_written_is_refused(
     tmp_path: Path, scrapped: Callable[[bytes], bytes]
 ) -> None:
     store = CheckpointStore(tmp_path.as_uri())
     store.save_last("s1", 7, {"weights": b"111"})
-    store.save_last("s1", 7, {"weights": b"101"})
-    for name, left in (("last.tar", [{"weights": b"111"}]), ("previous.tar", [])):
-        file = tmp_path / "s1" / "t00007" / name
-        file.write_bytes(scrapped(file.read_bytes()))
-        assert lasts(store, "s1", 7) == left
+    file = tmp_path / "s1" / "t00007" / "last.tar"
+    file.write_bytes(scrapped(file.read_bytes()))
+    with pytest.raises(CorruptCheckpoint):
+        store.find_last("s1", 7)
 
 
-def crash_while_saving(
-    store: CheckpointStore, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def crash(path: Path, content: bytes) -> None:
+def test_a_crash_while_saving_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path.as_uri())
+    store.save_last("s1", 0, FILES)
+
+    def crash(descriptor: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trials.store, "write_whole", crash)
+    monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(KeyboardInterrupt):
-        store.save_last("s1", 0, files)
-
-
-def test_a_crash_between_the_two_renames_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = CheckpointStore(tmp_path.as_uri())
-    store.save_last("s1", 0, FILES)
-
-    crash_while_saving(store, {"new": b"1"}, monkeypatch)
-    assert lasts(store, "s1", 0) == [FILES]
-
-
-def test_a_last_that_cannot_be_read_never_takes_the_place_of_the_one_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A trial that went on from the one before is killed while it writes its first `last`."""
-    store = CheckpointStore(tmp_path.as_uri())
-    store.save_last("s1", 0, FILES)
-    store.save_last("s1", 0, {"newer": b"1"})
-    (tmp_path / "s1" / "t00000" / "last.tar").write_bytes(b"scrap")
-    assert lasts(store, "s1", 0) == [FILES]
-
-    crash_while_saving(store, {"newer": b"1"}, monkeypatch)
-    assert lasts(store, "s1", 0) == [FILES]
+        store.save_last("s1", 0, {"new": b"1"})
+    assert store.find_last("s1", 0) == FILES
 
 
 # Whole files.
@@ -269,11 +260,11 @@ def test_part_of_a_file_is_no_checkpoint_and_does_not_stand_in_the_way(tmp_path:
     folder.mkdir(parents=True)
     for name in ("last.tar.part", "best.tar.part"):
         (folder / name).write_bytes(pack(FILES)[:700])
-    assert lasts(store, "s1", 0) == []
+    assert store.find_last("s1", 0) is None
     with pytest.raises(FileNotFoundError):
         store.open_best("s1", 0)
     store.save_last("s1", 0, {"new": b"1"})
-    assert lasts(store, "s1", 0) == [{"new": b"1"}]
+    assert store.find_last("s1", 0) == {"new": b"1"}
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

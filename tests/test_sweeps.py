@@ -10,6 +10,7 @@ import pytest
 from optuna.storages import InMemoryStorage
 
 from service.errors import IllegalMove, InvalidSpec, NoCheckpointYet, SweepNotFound, TrialNotFound
+from service.lifecycle import Verb
 from service.records import Records, SweepJournal, open_engine
 from service.sweeps import SweepController
 from tests.fakes import MemoryLauncher, failed, report, reports, spec, with_loss
@@ -58,7 +59,14 @@ def test_new_sweep_waits_and_has_nothing_yet(controller: SweepController, asked:
     view = controller.create(asked)
     assert (view.state, view.desired_state) == ("queued", "running")
     assert view.spec == asked
-    assert view.trials.model_dump() == {"budget": 6, "running": 0, "complete": 0, "pruned": 0, "failed": 0}
+    assert view.trials.model_dump() == {
+        "budget": 6,
+        "running": 0,
+        "waiting": 0,
+        "complete": 0,
+        "pruned": 0,
+        "failed": 0,
+    }
     assert (view.best, view.time_left_s, view.dashboard_url, view.epochs_done) == (None, None, None, 0)
     assert controller.trials(view.id) == []
     assert controller.get(view.id) == view
@@ -114,7 +122,7 @@ def test_unknown_sweep_is_not_found_by_any_verb(controller: SweepController) -> 
     verbs: list[Callable[[str], Any]] = [
         controller.get,
         controller.trials,
-        controller.cancel,
+        lambda sweep_id: controller.ask(sweep_id, "cancel"),
         controller.best,
         controller.best_checkpoint,
         lambda sweep_id: controller.trial(sweep_id, 0),
@@ -146,7 +154,14 @@ def test_counts_and_curves_follow_the_trials(
     ledger.record(running, report(running, 1))
     view = controller.get(sweep_id)
     assert view.state == "running"
-    assert view.trials.model_dump() == {"budget": 6, "running": 1, "complete": 1, "pruned": 0, "failed": 1}
+    assert view.trials.model_dump() == {
+        "budget": 6,
+        "running": 1,
+        "waiting": 0,
+        "complete": 1,
+        "pruned": 0,
+        "failed": 1,
+    }
     assert view.epochs_done == 4
     assert view.dashboard_url == "/dashboard/studies/0"
     first, second, third = controller.trials(sweep_id)
@@ -174,7 +189,7 @@ def test_time_left_is_what_the_pace_so_far_makes_of_the_rest(
     assert first is not None
     assert later is not None
     assert 0 < first < later < 60
-    controller.records.finish(sweep_id, 1, "succeeded", None)
+    controller.records.finish(sweep_id, 1, "succeed")
     assert controller.get(sweep_id).time_left_s is None
 
 
@@ -229,19 +244,19 @@ def test_checkpoint_that_is_gone_from_the_store_is_said_to_be(
 def test_cancel_is_a_wish_that_may_be_repeated(controller: SweepController, asked: SweepSpec) -> None:
     sweep_id = controller.create(asked).id
     for _ in range(2):
-        assert controller.cancel(sweep_id).desired_state == "cancelled"
-    assert controller.get(sweep_id).state == "queued"
+        assert controller.ask(sweep_id, "cancel").desired_state == "cancelled"
+    assert controller.get(sweep_id).state == "cancelling"
 
 
-@pytest.mark.parametrize("state", ["succeeded", "failed", "cancelled"])
+@pytest.mark.parametrize(("verb", "state"), [("succeed", "succeeded"), ("fail", "failed")])
 def test_sweep_that_has_ended_cannot_be_cancelled(
-    controller: SweepController, asked: SweepSpec, store: CheckpointStore, state: str
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore, verb: Verb, state: str
 ) -> None:
     sweep_id = controller.create(asked).id
     start(controller, sweep_id, store)
-    controller.records.finish(sweep_id, 1, state, None)
+    controller.records.finish(sweep_id, 1, verb)
     with pytest.raises(IllegalMove, match=state):
-        controller.cancel(sweep_id)
+        controller.ask(sweep_id, "cancel")
 
 
 def numbers_in(value: Any) -> Iterator[float]:

@@ -32,7 +32,6 @@ from trials.averaging import averaging_starts, learning_rate
 from trials.evaluation import evaluate, evaluate_mc
 from trials.spec import TrainingConfig
 from trials.training import (
-    PAUSE_SHARE,
     STEPS_BETWEEN_CHECKS,
     Diverged,
     EpochResult,
@@ -733,9 +732,8 @@ def test_training_that_goes_on_equals_training_that_never_stopped(
     assert_equal_weights(resumed.weights_to_use(), whole.weights_to_use())
 
 
-def test_training_goes_on_from_any_pause_within_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_from_any_pause_within_an_epoch() -> None:
     """Paused at every step; in the epoch before the switch and in the one after it, from each of them."""
-    monkeypatch.setattr(trials.training, "PAUSE_SHARE", 0)
     whole, events = build_switching(epochs=5), []
     for result in whole.run(pause_every_s=0):
         events.append((result, whole.state()))
@@ -754,10 +752,9 @@ def test_training_goes_on_from_any_pause_within_an_epoch(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", sorted(REGULARIZERS))
 def test_every_regularizer_goes_on_bit_for_bit_from_within_an_epoch_whatever_is_drawn(
-    monkeypatch: pytest.MonkeyPatch, name: str
+    name: str,
 ) -> None:
     """Masks for each step, resets of the state: what a step draws depends on where it is and nothing else."""
-    monkeypatch.setattr(trials.training, "PAUSE_SHARE", 0)
     config = replace(CONFIG, epochs=3, state_reset_p=0.3)
     choices = Regularization(name, alpha=2, beta=1), replace(MODEL, locked=False)
     whole, train, states = build(config, *choices, train=TRAIN[:180]), TRAIN[:180], []
@@ -771,8 +768,7 @@ def test_every_regularizer_goes_on_bit_for_bit_from_within_an_epoch_whatever_is_
         assert_equal_weights(resumed.state()[0], whole.state()[0])
 
 
-def test_pauses_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials.training, "PAUSE_SHARE", 0)
+def test_pauses_change_nothing() -> None:
     paused, whole = build(), build()
     assert [result for result in paused.run(0) if result is not None] == list(paused.history)
     list(whole.epochs())
@@ -798,17 +794,6 @@ def test_a_pause_comes_whenever_so_much_time_has_passed_but_never_at_the_end_of_
     assert now == 58
     whole = build(replace(CONFIG, epochs=1, windows="fixed"))
     assert None not in whole.run(pause_every_s=29)
-
-
-def test_pauses_take_a_small_share_of_the_time() -> None:
-    training, began = build(replace(CONFIG, epochs=6), train=text(2000, 1)), time.monotonic()
-    paused = 0.0
-    for result in training.run(pause_every_s=0):
-        if result is None:
-            before = time.monotonic()
-            time.sleep(0.02)
-            paused += time.monotonic() - before
-    assert 0 < paused < 0.02 + (time.monotonic() - began) / PAUSE_SHARE
 
 
 def test_a_training_that_has_switched_can_go_back_to_before_the_switch(undisturbed: Undisturbed) -> None:

@@ -4,8 +4,10 @@ import hashlib
 import math
 import os
 import platform
+import time
 import traceback
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -31,16 +33,48 @@ BROKEN_GPU = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "cuDNN error", "N
 """What torch says of a GPU that this process can use no more."""
 
 
-def run_attempt(task: Task, store: CheckpointStore, data_dir: Path) -> Generator[Report]:
+LOOK_EVERY_S = 1.0
+"""Seconds of training between two looks at whether there is something else to do."""
+SHARE = 40
+"""What interrupts training may take at most one part in so many of the time."""
+SIGNS_OF_LIFE = 4
+"""In the time after which an attempt without one is taken for dead."""
+
+
+class Timer:
+    """Tells whether something is due again: so often, but less often where doing it takes long."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._due_at = time.monotonic() + every_s
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._due_at
+
+    @contextmanager
+    def doing(self) -> Iterator[None]:
+        """Around what was due."""
+        began = time.monotonic()
+        yield
+        ended = time.monotonic()
+        self._due_at = ended + max(self._every_s, SHARE * (ended - began))
+
+
+def run_attempt(
+    task: Task, store: CheckpointStore, data_dir: Path, pause_is_asked: Callable[[], bool] = lambda: False
+) -> Generator[Report]:
     """Train a trial to its end, from its `last` checkpoint where there is one, and report every epoch.
 
-    In the middle of an epoch, too, `last` is saved now and then.
+    In the middle of an epoch, too, `last` is saved now and then, and when a pause is asked for; a report
+    without an epoch then says so. One such comes first of all, and others as signs of life.
     The latest recorded epoch is reported again, and so is what was trained but never recorded.
     Whatever goes wrong inside the trial is the last report; what breaks the GPU for this process is raised,
     so that another process takes over.
     """
     try:
-        yield from _train(task, store, data_dir)
+        yield ALIVE
+        yield from _train(task, store, data_dir, pause_is_asked)
     except Diverged as error:
         yield _failed("diverged", str(error))
     except (CorpusError, UnsupportedPrecision) as error:
@@ -67,7 +101,9 @@ def _says(error: Exception, phrases: Iterable[str]) -> bool:
     return any(phrase in str(error) for phrase in phrases)
 
 
-def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Report]:
+def _train(
+    task: Task, store: CheckpointStore, data_dir: Path, pause_is_asked: Callable[[], bool]
+) -> Iterator[Report]:
     corpus = _load_corpus(task.corpus, data_dir, _digests(task.corpus))
     if task.corpus_sha256 not in (None, corpus.sha256):
         raise CorpusError(
@@ -88,16 +124,28 @@ def _train(task: Task, store: CheckpointStore, data_dir: Path) -> Iterator[Repor
     _resume(training, task, store)
     for earlier in training.history[max(0, task.recorded_epochs - 1) :]:
         yield _report(task, store, training, corpus, earlier)
-    for result in training.run(task.checkpoint_every_s):
+    saving, looking = Timer(task.checkpoint_every_s), Timer(0)
+    living = Timer(task.hang_s / SIGNS_OF_LIFE)
+    for result in training.run(min(LOOK_EVERY_S, task.checkpoint_every_s, task.hang_s / SIGNS_OF_LIFE)):
         if result is not None:
             require_finite(result)
             # Before `last`: what `last` has seen, `best` never falls behind. Nor does it fall behind the
             # record, where no `last` could be read and epochs are trained again.
             if result.is_best and result.epoch >= task.best_epoch:
                 store.save_best(task.sweep_id, task.number, best_checkpoint(training, task, corpus).files())
-        store.save_last(task.sweep_id, task.number, pack_state(*training.state()))
+        wanted = False
+        if result is None and looking.is_due:
+            with looking.doing():
+                wanted = pause_is_asked()
+        if result is not None or wanted or saving.is_due:
+            with saving.doing():
+                store.save_last(task.sweep_id, task.number, pack_state(*training.state()))
         if result is not None:
             yield _report(task, store, training, corpus, result)
+        elif wanted or living.is_due:
+            yield ALIVE
+        if result is not None or living.is_due:
+            living = Timer(task.hang_s / SIGNS_OF_LIFE)
 
 
 def require_finite(result: EpochResult) -> None:
@@ -125,17 +173,12 @@ def best_checkpoint(training: Training, task: Task, corpus: Corpus) -> BestCheck
 
 
 def _resume(training: Training, task: Task, store: CheckpointStore) -> None:
-    """Go on from `last`, or from the one before it where that cannot be read.
-
-    Without a readable one the trial starts over, which ends in the same weights.
-    """
-    for files in store.load_last(task.sweep_id, task.number):
-        try:
-            return training.load_state(*unpack_state(files, "last.tar"))
-        except (CorruptCheckpoint, ValueError):  # a state of another version of this program
-            continue
-    store.discard_last(task.sweep_id, task.number)
-    return None
+    """Go on from `last`. Without a readable one the trial starts over, which ends in the same weights."""
+    try:
+        if (files := store.find_last(task.sweep_id, task.number)) is not None:
+            training.load_state(*unpack_state(files, "last.tar"))
+    except (CorruptCheckpoint, ValueError):  # a state of another version of this program
+        store.discard_last(task.sweep_id, task.number)
 
 
 def _report(
@@ -181,6 +224,9 @@ def _runtime() -> str:
             *(f"preloaded {name}" for name in preloaded),
         ]
     )
+
+
+ALIVE = Report(epoch=None)
 
 
 def _failed(failure_class: FailureClass, message: str) -> Report:

@@ -8,9 +8,12 @@ and in the checkpoint store; whatever this one leaves in Tune's folder is never 
 
 import logging
 import os
+import secrets
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import psutil
 import ray
@@ -21,6 +24,7 @@ from models.config import Precision
 from trials.ledger import Fenced, Journal, StudyLedger
 from trials.search import LedgerScheduler, StudySearch
 from trials.spec import Resources, SweepSpec
+from trials.store import CheckpointStore
 from trials.trainable import LanguageModelTrial
 
 log = logging.getLogger(__name__)
@@ -38,32 +42,62 @@ def drive(
     store_url: str,
     data_dir: Path,
     scratch: Path,
+    end: Callable[[], None],
 ) -> None:
-    """Run every task of the ledger; returns when no trial is open. `scratch` may be deleted afterwards.
+    """Run the ledger's tasks until none is left, or the sweep is paused or at a limit; then call `end`.
 
-    Raises RuntimeError, or UnsupportedPrecision, where the GPUs are not what the sweep asks for.
+    `end` writes down how the sweep stands; `scratch` may be deleted afterwards. Raises RuntimeError, or
+    UnsupportedPrecision, where the GPUs are not what the sweep asks for.
     """
-    if ledger.exhausted:
-        return
-    ray_is_up, done = threading.Event(), threading.Event()
-    threading.Thread(target=_keep_watch, args=(journal, ray_is_up, done), daemon=True).start()
-    try:
-        if spec.resources.gpus:
-            require_gpu(spec)
-        start_ray(scratch)
-        ray_is_up.set()
-        _run(ledger, spec.resources, store_url, data_dir, scratch)
-    finally:
-        done.set()  # from here on Ray may go
+    name = f"{os.getpid()}-{secrets.token_hex(4)}"
+    shared = {
+        "store_url": store_url,
+        "data_dir": str(data_dir),
+        "cpus": spec.resources.cpus,
+        "driver": name,
+    }
+    search = StudySearch(ledger, shared)
+    pause = PauseSwitch(CheckpointStore(store_url), ledger.sweep_id, name)
+    watch = _Watch(ledger, journal, search, pause, end)
+    if not ledger.exhausted:
+        watch.start()
+        try:
+            if spec.resources.gpus:
+                require_gpu(spec)
+            start_ray(scratch)
+            watch.ray_is_up.set()
+            search.max_concurrent = spec.resources.max_concurrent or room_for(spec.resources)
+            _run(ledger, search, spec.resources, scratch)
+        finally:
+            watch.done.set()  # from here on Ray may go
+        watch.join()
+    pause.set_to(False)
+    _settle(ledger, end)
     ray.shutdown()
 
 
-def _run(ledger: StudyLedger, resources: Resources, store_url: str, data_dir: Path, scratch: Path) -> None:
-    search = StudySearch(
-        ledger,
-        max_concurrent=resources.max_concurrent or room_for(resources),
-        shared={"store_url": store_url, "data_dir": str(data_dir), "cpus": resources.cpus},
-    )
+def _settle(ledger: StudyLedger, end: Callable[[], None]) -> None:
+    if ledger.limit is not None:
+        ledger.end_open_trials()
+    end()
+
+
+class PauseSwitch:
+    """Tells the workers of a driver, through the store, that they are to save their states."""
+
+    def __init__(self, store: CheckpointStore, sweep_id: str, driver: str) -> None:
+        self._store, self._sweep_id, self._driver = store, sweep_id, driver
+        self._is_on = False
+
+    def set_to(self, on: bool) -> None:
+        if on and not self._is_on:
+            self._store.ask_to_pause(self._sweep_id, self._driver)
+        elif self._is_on and not on:
+            self._store.withdraw_pause(self._sweep_id, self._driver)
+        self._is_on = on
+
+
+def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch: Path) -> None:
     tuner = Tuner(
         tune.with_resources(LanguageModelTrial, {"cpu": resources.cpus, "gpu": resources.gpus}),
         tune_config=TuneConfig(
@@ -119,20 +153,54 @@ def room_for(resources: Resources) -> int:
     return max(1, int(min(by_cpu, by_gpu)))
 
 
-def _keep_watch(journal: Journal, ray_is_up: threading.Event, done: threading.Event) -> None:
-    """Renew the lease; end the process when another driver has the sweep, or when our Ray is gone.
+class _Watch(threading.Thread):
+    """Renews the lease, and does what Tune, which has the main thread, would not notice in time.
 
-    Without its raylet, fit() would loop for ever.
+    It ends the process, without more ado, when another driver has the sweep; when our Ray is gone, since
+    without its raylet fit() would loop for ever; and with all that still runs when a limit of the
+    budget is reached.
     """
-    while not done.wait(BEAT_S):
-        if ray_is_up.is_set() and not _ray_is_alive() and not done.is_set():
-            os._exit(EXIT_RAY_DIED)
-        try:
-            journal.beat()
-        except Fenced:
-            os._exit(EXIT_FENCED)
-        except Exception:  # the database is away: the lease outlasts several beats
-            log.exception("the lease could not be renewed")
+
+    def __init__(
+        self,
+        ledger: StudyLedger,
+        journal: Journal,
+        search: StudySearch,
+        pause: PauseSwitch,
+        end: Callable[[], None],
+    ) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._ledger, self._journal, self._search = ledger, journal, search
+        self._pause, self._end = pause, end
+        self.ray_is_up, self.done = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(BEAT_S):
+            if self.ray_is_up.is_set() and not _ray_is_alive() and not self.done.is_set():
+                leave(EXIT_RAY_DIED)
+            try:
+                self._look()
+            except Fenced:
+                leave(EXIT_FENCED)
+            except Exception:  # the database or the store is away: the lease outlasts several beats
+                log.exception("the watch could not do its round")
+
+    def _look(self) -> None:
+        orders = self._journal.beat()
+        self._ledger.heed(orders)
+        if self._ledger.limit is not None:
+            _settle(self._ledger, self._end)
+            leave(0)
+        self._pause.set_to(orders.state == "pausing")
+        self._search.end_hung()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process and all that it has started, at once."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(code)
 
 
 def _ray_is_alive() -> bool:

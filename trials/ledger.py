@@ -3,14 +3,19 @@
 Only the driver that holds a sweep's lease writes trial rows, and it does so here.
 """
 
+import logging
+import threading
+import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from functools import wraps
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import optuna
-from optuna.exceptions import ExperimentalWarning
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.pruners import BasePruner, NopPruner
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -18,21 +23,45 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from trials.corpora import CorpusSpec
 from trials.perplexity import perplexity
 from trials.samplers import build_sampler, suggest
-from trials.spec import FailureClass, SuccessiveHalving, SweepSpec, TrialConfig
+from trials.spec import Budget, FailureClass, SuccessiveHalving, SweepSpec, TrialConfig
 from trials.store import CheckpointStore
 
+log = logging.getLogger(__name__)
+
+DATABASE_PATIENCE_S = 600.0
+"""How long a driver waits for a database that does not answer; then it ends, and another one is started."""
 MOST_INTERMEDIATE_VALUES = 50
 """Of one trial in Optuna: the dashboard takes seconds to draw 400 trials of 500 epochs."""
+
+TOLD_OF_FAILURE = frozenset({"failure_class", "failure_message", "lost_attempts"})
+"""Attributes that a failed trial has, and one that is tried again has not."""
 
 
 class Fenced(Exception):
     """Another driver has taken this sweep over; nothing more may be written."""
 
 
-class Journal(Protocol):
-    """Our own tables as a driver sees them. Every method raises Fenced once another driver has taken over."""
+class JournalAway(Exception):
+    """The database does not answer; it may do so later."""
 
-    def beat(self) -> None:
+
+@dataclass(frozen=True)
+class Orders:
+    """What is wished for of a driver, as of its latest beat."""
+
+    state: Literal["running", "pausing", "stopping"]
+    budget: Budget
+    running_s: float
+    """Seconds that the sweep has run."""
+
+
+class Journal(Protocol):
+    """Our own tables as a driver sees them.
+
+    Every method raises Fenced once another driver has taken over, JournalAway where the database is away.
+    """
+
+    def beat(self) -> Orders:
         """Renew the lease."""
 
     def record_epoch(self, number: int, attempt: int, epoch: Mapping[str, Any]) -> None:
@@ -42,6 +71,9 @@ class Journal(Protocol):
         """The highest epoch on record for a trial, 0 if there is none."""
 
     def record_event(self, kind: str, **detail: Any) -> None: ...
+
+    def ask_to_pause(self, reason: str) -> None:
+        """Have the sweep paused, if it runs."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +92,8 @@ class Task:
     best_epoch: int = 0
     """The best one on record; 0 before the first."""
     checkpoint_every_s: float = 60.0
+    hang_s: float = 1800.0
+    """Seconds without a report after which the attempt is taken for dead."""
     corpus_sha256: dict[str, str] | None = None
     """Digests of the text that the sweep began with; None before its first epoch."""
     gpu_share: float = 1.0
@@ -77,7 +111,7 @@ class Report:
     """What a worker says after one epoch, or when it cannot go on."""
 
     epoch: Mapping[str, Any] | None
-    """The fields of trials.training.EpochResult."""
+    """The fields of trials.training.EpochResult; None where a worker only says that it lives."""
     finished: bool = False
     failure: Failure | None = None
     best_epoch: int | None = None
@@ -86,6 +120,37 @@ class Report:
     device: str | None = None
     runtime: str | None = None
     corpus_sha256: dict[str, str] | None = None
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _patient(method: Method) -> Method:
+    """Have it done by one thread at a time, and again while the database is away: nothing is done twice."""
+
+    @wraps(method)
+    def insist(self: "StudyLedger", *args: Any) -> Any:
+        pauses = _pauses(DATABASE_PATIENCE_S)
+        while True:
+            try:
+                with self.lock:
+                    return method(self, *args)
+            except (JournalAway, StorageInternalError) as error:
+                if (pause := next(pauses, None)) is None:
+                    raise
+                log.warning("the database is away, asking again: %s", error)
+                time.sleep(pause)
+
+    return cast("Method", insist)
+
+
+def _pauses(total_s: float) -> Iterator[float]:
+    """Half a second, doubled up to 8 s, until they come to `total_s`."""
+    pause = 0.5
+    while total_s > 0:
+        yield pause
+        total_s -= pause
+        pause = min(2 * pause, 8.0)
 
 
 class StudyLedger:
@@ -100,25 +165,41 @@ class StudyLedger:
     """
 
     def __init__(
-        self, spec: SweepSpec, sweep_id: str, storage: BaseStorage, journal: Journal, store: CheckpointStore
+        self,
+        spec: SweepSpec,
+        sweep_id: str,
+        storage: BaseStorage,
+        journal: Journal,
+        store: CheckpointStore,
+        study_name: str | None = None,
     ) -> None:
+        """`study_name` is the sweep's id unless said otherwise."""
         self._spec = spec
-        self._sweep_id = sweep_id
+        self.sweep_id = sweep_id
         self._journal = journal
         self._store = store
-        journal.beat()
-        self._study = open_study(spec, sweep_id, storage)
+        self.lock = threading.RLock()
+        self._orders = journal.beat()
+        self._study = open_study(spec, study_name or sweep_id, storage)
         pruner = spec.pruner
         self._rungs = rung_epochs(pruner, spec.training.epochs) if pruner.name != "none" else frozenset()
         self._trials: dict[int, Trial] = {}
         self._created = 0
         self._waiting: deque[int] = deque()
+        self.limit: Limit | None = None
+        """Of the budget, that the sweep has reached."""
+        self._adopt_new_rows()
+        self._look_for_limits()
         for row in self._study.get_trials(deepcopy=False):
-            self._created += 1
+            if row.state.is_finished() and row.state != TrialState.FAIL:
+                store.discard_last(sweep_id, row.number)  # a crash may have come between its end and this
+
+    def _adopt_new_rows(self) -> None:
+        """Those of an earlier driver; and one of our own, whose making was not answered."""
+        for row in self._study.get_trials(deepcopy=False)[self._created :]:
             if not row.state.is_finished():
                 self._adopt(row)
-            elif row.state != TrialState.FAIL:  # a crash may have come between its end and this
-                store.discard_last(sweep_id, row.number)
+            self._created += 1
 
     def _adopt(self, row: FrozenTrial) -> None:
         self._trials[row.number] = Trial(self._study, row._trial_id)
@@ -129,22 +210,60 @@ class StudyLedger:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no task is left to hand out, now or for as long as nothing fails."""
-        return not self._waiting and self._created >= self._spec.budget.trials
+        """Whether no task is left to hand out, as long as nothing fails and nobody wishes otherwise."""
+        if self.limit is not None or self._orders.state == "pausing":
+            return True
+        return not self._waiting and not self._may_begin_another
 
+    @property
+    def _may_begin_another(self) -> bool:
+        return self._orders.state == "running" and self._created < self._orders.budget.trials
+
+    @property
+    def done(self) -> bool:
+        """Whether the sweep has come to its end, not to a pause: no trial is open, and none is to come."""
+        return not self._trials and (self.limit is not None or not self._may_begin_another)
+
+    def heed(self, orders: Orders) -> None:
+        """Do what is wished for from now on."""
+        self._orders = orders
+        wall_s = orders.budget.wall_s
+        if self.limit is None and wall_s is not None and orders.running_s >= wall_s:
+            self.limit = Limit("succeed", f"budget.wall_s is {wall_s:g}: the sweep has run for so long")
+
+    def _look_for_limits(self) -> None:
+        """Of the budget, by what the trials have come to so far."""
+        rows, budget = self._study.get_trials(deepcopy=False), self._orders.budget
+        failed = [row for row in rows if _has_failed(row)]
+        if budget.max_failed is not None and len(failed) > budget.max_failed:
+            words = f"budget.max_failed is {budget.max_failed}: {len(failed)} trials have failed"
+            self.limit = Limit("fail", words)
+        for row in rows:
+            if self.limit is None and self._has_reached_target(row):
+                words = f"budget.target is {budget.target:g}: trial {row.number} has reached it"
+                self.limit = Limit("succeed", words)
+
+    def _has_reached_target(self, row: FrozenTrial | Trial) -> bool:
+        target = self._orders.budget.target
+        if target is None or "best_valid_loss" not in row.user_attrs:
+            return False
+        return perplexity(row.user_attrs["best_valid_loss"]) <= target
+
+    @_patient
     def next_task(self) -> Task | None:
-        """The next attempt, or None where all have been handed out."""
-        self._journal.beat()
-        if self._waiting:
-            number = self._waiting.popleft()
-        elif self._created < self._spec.budget.trials:
-            trial = self._study.ask()
-            self._created += 1
-            number = trial.number
-            self._trials[number] = trial
-        else:
+        """The next attempt, or None where none is to be handed out now."""
+        self.heed(self._journal.beat())
+        if self.exhausted:
             return None
-        return self._task(self._trials[number])
+        self._adopt_new_rows()
+        if not self._waiting:
+            trial = self._study.ask()
+            self._trials[trial.number] = trial
+            self._created = trial.number + 1
+            self._waiting.append(trial.number)
+        task = self._task(self._trials[self._waiting[0]])
+        self._waiting.popleft()
+        return task
 
     def _task(self, trial: Trial) -> Task:
         arm = self._spec.arm_of(trial.number)
@@ -161,7 +280,7 @@ class StudyLedger:
         for key, value in attributes.items():
             trial.set_user_attr(key, value)
         return Task(
-            sweep_id=self._sweep_id,
+            sweep_id=self.sweep_id,
             number=trial.number,
             attempt=attempt,
             arm=arm,
@@ -172,16 +291,24 @@ class StudyLedger:
             recorded_epochs=self._journal.recorded_epochs(trial.number),
             best_epoch=trial.user_attrs.get("best_epoch", 0),
             checkpoint_every_s=self._spec.retry.checkpoint_every_s,
+            hang_s=self._spec.retry.hang_s,
             corpus_sha256=self._study.user_attrs.get("corpus_sha256"),
             gpu_share=self._spec.resources.gpus or 1.0,
         )
 
+    @_patient
     def record(self, task: Task, report: Report) -> bool:
-        """Write a report down; True if the trial goes on. To write one down again changes nothing."""
-        self._journal.beat()
+        """Write a report down; True if the trial goes on. To write one down again changes nothing.
+
+        Where the sweep is being paused, a trial does not go on, and stays open.
+        """
+        self.heed(self._journal.beat())
+        if task.number not in self._trials:  # it was written down, and that was not answered
+            return False
         trial = self._trials[task.number]
         if report.epoch is not None:
             self._record_epoch(trial, task, report, report.epoch)
+            self._look_for_limits()
         if report.failure is not None and report.failure.failure_class == "infrastructure":
             self.lost(task, report.failure.message)
             return False
@@ -191,14 +318,28 @@ class StudyLedger:
         if report.finished:
             self._tell(trial, TrialState.COMPLETE, perplexity(report.best_valid_loss))
             return False
-        if report.epoch is None or report.epoch["epoch"] <= trial.user_attrs.get("passed_epoch", 0):
-            return True  # decided before: against the trials that have come since, it might not pass again
-        if trial.should_prune():
+        if report.epoch is not None and self._is_pruned(trial, report.epoch["epoch"]):
             self._tell(trial, TrialState.PRUNED)
             return False
-        if report.epoch["epoch"] in self._rungs:
-            trial.set_user_attr("passed_epoch", report.epoch["epoch"])
+        if self._orders.state == "pausing":
+            self._park(task)
+            return False
         return True
+
+    def _is_pruned(self, trial: Trial, epoch: int) -> bool:
+        if epoch <= trial.user_attrs.get("passed_epoch", 0):
+            return False  # decided before: against the trials that have come since, it might not pass again
+        if trial.should_prune():
+            return True
+        if epoch in self._rungs:
+            trial.set_user_attr("passed_epoch", epoch)
+        return False
+
+    def _park(self, task: Task) -> None:
+        """Its state is saved: the next driver goes on from there, or this one if the pause ends before it."""
+        self._journal.record_event("trial_paused", number=task.number, attempt=task.attempt)
+        if task.number not in self._waiting:
+            self._waiting.append(task.number)
 
     def _record_epoch(self, trial: Trial, task: Task, report: Report, epoch: Mapping[str, Any]) -> None:
         if report.corpus_sha256 and "corpus_sha256" not in self._study.user_attrs:
@@ -216,15 +357,18 @@ class StudyLedger:
         if epoch["epoch"] > task.recorded_epochs:
             self._journal.record_epoch(task.number, task.attempt, epoch)
 
-    def lost(self, task: Task, message: str) -> None:
+    @_patient
+    def lost(self, task: Task, message: str, failure_class: FailureClass = "infrastructure") -> None:
         """This attempt came to nothing: try the trial again, unless that has happened too often."""
-        self._journal.beat()
+        self.heed(self._journal.beat())
+        if task.number not in self._trials or task.number in self._waiting:  # as written down before
+            return
         trial = self._trials[task.number]
-        failures = int(trial.user_attrs.get("failures", 0)) + 1
-        trial.set_user_attr("failures", failures)
-        if failures > self._spec.retry.max_failures:
-            words = f"{failures} attempts came to nothing; the last one: {message}"
-            self._fail(trial, Failure("infrastructure", words))
+        lost = sorted({*trial.user_attrs.get("lost_attempts", []), task.attempt})
+        trial.set_user_attr("lost_attempts", lost)
+        if len(lost) > self._spec.retry.max_failures:
+            words = f"{len(lost)} attempts came to nothing; the last one: {message}"
+            self._fail(trial, Failure(failure_class, words))
         else:
             self._journal.record_event(
                 "trial_lost", number=task.number, attempt=task.attempt, message=message
@@ -232,6 +376,26 @@ class StudyLedger:
             self._waiting.append(task.number)
 
     def _fail(self, trial: Trial, failure: Failure) -> None:
+        self._fail_quietly(trial, failure)
+        self._look_for_limits()
+        if (
+            words := alike(self._study.get_trials(deepcopy=False), self._spec.retry.identical_failures)
+        ) is not None:
+            self._journal.ask_to_pause(words)
+
+    @_patient
+    def end_open_trials(self) -> None:
+        """A limit is reached: whatever still runs is over."""
+        assert self.limit is not None
+        self.heed(self._journal.beat())
+        for trial in list(self._trials.values()):
+            if self._has_reached_target(trial):
+                self._tell(trial, TrialState.COMPLETE, perplexity(trial.user_attrs["best_valid_loss"]))
+            else:
+                self._fail_quietly(trial, Failure("cancelled", self.limit.words))
+        self._waiting.clear()
+
+    def _fail_quietly(self, trial: Trial, failure: Failure) -> None:
         _set_failure(trial, failure)
         self._tell(trial, TrialState.FAIL)
 
@@ -240,20 +404,102 @@ class StudyLedger:
         self._journal.record_event("trial_finished", number=trial.number, state=state.name)
         del self._trials[trial.number]
         if state != TrialState.FAIL:
-            self._store.discard_last(self._sweep_id, trial.number)
+            self._store.discard_last(self.sweep_id, trial.number)
 
-    def outcome(self) -> tuple[Literal["succeeded", "failed"], str | None]:
-        """How a sweep without open trials ends."""
+    @property
+    def budget(self) -> Budget:
+        """As of the latest beat."""
+        return self._orders.budget
+
+    def outcome(self) -> tuple[Literal["succeed", "fail"], str | None]:
+        """How a sweep that is done ends, and why so, where that is not plain."""
         states = [row.state for row in self._study.get_trials(deepcopy=False)]
-        if TrialState.COMPLETE in states:
-            return "succeeded", None
-        return "failed", f"none of the {len(states)} trials completed: see their failures"
+        if TrialState.COMPLETE not in states:
+            none = f"none of the {len(states)} trials completed: see their failures"
+            return "fail", f"{self.limit.words}; {none}" if self.limit else none
+        if self.limit is not None:
+            return self.limit.verb, self.limit.words
+        if len(states) < self._orders.budget.trials:
+            return "succeed", f"stopped on request after {len(states)} of {self._orders.budget.trials} trials"
+        return "succeed", None
 
 
-def open_study(spec: SweepSpec, sweep_id: str, storage: BaseStorage) -> optuna.Study:
+@dataclass(frozen=True)
+class Limit:
+    """Of a budget, that a sweep has reached: how it ends, and why."""
+
+    verb: Literal["succeed", "fail"]
+    words: str
+
+
+def _has_failed(row: FrozenTrial) -> bool:
+    """By itself, rather than ended from outside."""
+    return row.state == TrialState.FAIL and row.user_attrs.get("failure_class") != "cancelled"
+
+
+def alike(rows: Sequence[FrozenTrial], most: int | None) -> str | None:
+    """What the latest `most` trials to end all failed of, in words; None where they did not.
+
+    Divergence is what a configuration comes to, and says nothing of the next one.
+    """
+    ended = [row for row in rows if row.datetime_complete is not None]
+    ended.sort(key=lambda row: cast(Any, row.datetime_complete))
+    latest = ended[-most:] if most is not None else []
+    ways = {_way_of_failing(row) for row in latest}
+    if most is None or len(latest) < most or len(ways) > 1 or None in ways:
+        return None
+    attributes = latest[-1].user_attrs
+    return (
+        f"{most} trials in a row failed alike ({attributes['failure_class']}); mend the cause, resume, and "
+        f"retry the failed ones. Trial {latest[-1].number}: {attributes['failure_message']}"
+    )
+
+
+def _way_of_failing(row: FrozenTrial) -> tuple[str, str] | None:
+    """A failure's class and the last line of its message; None for what pauses no sweep."""
+    failure_class = row.user_attrs.get("failure_class")
+    if row.state != TrialState.FAIL or failure_class in {None, "diverged", "cancelled"}:
+        return None
+    return failure_class, row.user_attrs["failure_message"].strip().rpartition("\n")[2]
+
+
+def reopen_failed(
+    study_name: str, new_name: str, spec: SweepSpec, storage: BaseStorage, classes: Collection[str]
+) -> None:
+    """A copy of a study in which the trials that failed in one of these classes are open again.
+
+    A finished row cannot be changed in Optuna. A half-made copy of the same name is made anew.
+    """
+    delete_study(new_name, storage)
+    before = optuna.load_study(study_name=study_name, storage=storage)
+    after = open_study(spec, new_name, storage)
+    for name, value in before.user_attrs.items():
+        after.set_user_attr(name, value)
+    for row in before.get_trials():
+        if row.state == TrialState.FAIL and row.user_attrs.get("failure_class") in classes:
+            row.state, row.values, row.datetime_complete = TrialState.RUNNING, None, None
+            row.user_attrs = {
+                name: value for name, value in row.user_attrs.items() if name not in TOLD_OF_FAILURE
+            }
+        storage.create_new_trial(after._study_id, template_trial=row)
+
+
+def studies_of(sweep_id: str, storage: BaseStorage) -> list[str]:
+    """Its study, and what was left of earlier ones or of a copy half made."""
+    names = [study.study_name for study in storage.get_all_studies()]
+    return [name for name in names if name.partition("~")[0] == sweep_id]
+
+
+def delete_study(name: str, storage: BaseStorage) -> None:
+    """Remove a study, if there is one."""
+    with suppress(KeyError):
+        storage.delete_study(storage.get_study_id_from_name(name))
+
+
+def open_study(spec: SweepSpec, name: str, storage: BaseStorage) -> optuna.Study:
     """The sweep's study, created where it is not there yet."""
     study = optuna.create_study(
-        study_name=sweep_id,
+        study_name=name,
         storage=storage,
         sampler=build_sampler(spec),
         pruner=build_pruner(spec),
@@ -267,10 +513,10 @@ def open_study(spec: SweepSpec, sweep_id: str, storage: BaseStorage) -> optuna.S
     return study
 
 
-def close_open_trials(sweep_id: str, storage: BaseStorage, failure: Failure) -> None:
+def close_open_trials(study_name: str, storage: BaseStorage, failure: Failure) -> None:
     """End the rows of a sweep that has no driver any more, and will get none."""
     try:
-        study = optuna.load_study(study_name=sweep_id, storage=storage)
+        study = optuna.load_study(study_name=study_name, storage=storage)
     except KeyError:  # cancelled before it had a driver
         return
     for row in study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING)):

@@ -1,5 +1,9 @@
 """The ledger behind Ray Tune's two public faces: a Searcher hands out tasks, a scheduler takes reports."""
 
+import os
+import signal
+import time
+from contextlib import suppress
 from typing import Any
 
 from ray.tune.execution.tune_controller import TuneController
@@ -13,17 +17,21 @@ from trials.ledger import Report, StudyLedger, Task
 class StudySearch(Searcher):
     """Suggests the ledger's tasks, never more than `max_concurrent` at once, and tells it of lost workers."""
 
-    def __init__(self, ledger: StudyLedger, max_concurrent: int, shared: dict[str, Any]) -> None:
+    def __init__(self, ledger: StudyLedger, shared: dict[str, Any]) -> None:
+        """`shared` goes to the workers with every task."""
         super().__init__()
         self._ledger = ledger
-        self._max_concurrent = max_concurrent
+        self.max_concurrent = 1
         self._shared = shared
         self.tasks: dict[str, Task] = {}
         """Open tasks by Tune's trial id."""
+        self._heard: dict[str, tuple[float, int]] = {}
+        """When an attempt last reported, on the monotonic clock, and its process's id."""
+        self._hung: set[str] = set()
 
     def suggest(self, trial_id: str) -> Any:
         """The next task, None to be asked again, or FINISHED, which Tune's own annotation forgets."""
-        if len(self.tasks) >= self._max_concurrent:
+        if len(self.tasks) >= self.max_concurrent:
             return None
         task = self._ledger.next_task()
         if task is not None:
@@ -36,11 +44,28 @@ class StudySearch(Searcher):
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
     ) -> None:
         task = self.tasks[trial_id]
-        if error or result is None:
+        if trial_id in self._hung:
+            words = f"its process was ended: it had not reported for retry.hang_s, {task.hang_s:g} s"
+            self._ledger.lost(task, words, "timeout")
+        elif error or result is None:
             self._ledger.lost(task, "its process ended without a word: killed, or out of memory")
         elif result["report"].finished:  # Tune shows a trial's final result to nobody else
             self._ledger.record(task, result["report"])
-        del self.tasks[trial_id]  # last: a write that fails is tried again, as a lost worker
+        del self.tasks[trial_id]
+        self._heard.pop(trial_id, None)
+        self._hung.discard(trial_id)
+
+    def on_report(self, trial_id: str, pid: int) -> None:
+        self._heard[trial_id] = time.monotonic(), pid
+
+    def end_hung(self) -> None:
+        """Kill the processes, of this machine, that have not reported for too long."""
+        for trial_id, (at, pid) in list(self._heard.items()):
+            task = self.tasks.get(trial_id)
+            if task is not None and time.monotonic() - at > task.hang_s and trial_id not in self._hung:
+                self._hung.add(trial_id)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: the study remembers."""
@@ -63,6 +88,7 @@ class LedgerScheduler(FIFOScheduler):
 
     def on_trial_result(self, tune_controller: TuneController, trial: Trial, result: dict[str, Any]) -> str:
         report: Report = result["report"]
+        self._search.on_report(trial.trial_id, result["pid"])
         goes_on = self._ledger.record(self._search.tasks[trial.trial_id], report)
         return TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP
 

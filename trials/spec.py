@@ -176,9 +176,20 @@ class SuccessiveHalving(Wire):
     """One in so many trials of an arm passes a rung."""
 
 
+MOST_TRIALS = 100_000
+
+
 class Budget(Wire):
-    trials: Annotated[int, Field(ge=1, le=100_000)]
-    """Trials over all arms; as many rows end in a terminal state, whatever dies."""
+    """When a sweep is over: at the first limit that it reaches. What runs then counts as it stands."""
+
+    trials: Annotated[int, Field(ge=1, le=MOST_TRIALS)]
+    """Trials over all arms; as many rows end, whatever dies; what is tried again counts once."""
+    wall_s: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    """Seconds that the sweep may run; those in the queue and those paused do not count."""
+    target: Annotated[FiniteFloat, Field(gt=1)] | None = None
+    """A validation perplexity: the sweep is over once a trial has reached it."""
+    max_failed: Annotated[int, Field(ge=0)] | None = None
+    """So many trials may fail; with one more the sweep has failed."""
 
 
 class Resources(Wire):
@@ -191,16 +202,20 @@ class Resources(Wire):
     """Trials at once; by default as many as the machine has room for."""
 
 
-FailureClass = Literal["diverged", "out_of_memory", "infrastructure", "user_error", "cancelled"]
-"""Why a trial failed; only infrastructure's failures are tried again."""
+FailureClass = Literal["diverged", "out_of_memory", "infrastructure", "user_error", "timeout", "cancelled"]
+"""Why a trial failed. Where its process dies (infrastructure) or hangs (timeout), it is tried again."""
 
 
 class Retry(Wire):
     max_failures: Annotated[int, Field(ge=0, le=100)] = 3
-    """How often a trial is tried again after its worker died."""
+    """How often a trial is tried again after its worker died, or had to be ended."""
     checkpoint_every_s: Annotated[FiniteFloat, Field(gt=0)] = 60
     """Seconds of training that may have to be done again, at most: a trial in the middle of an epoch saves so
     often what it needs to go on; less often where saving would cost more than 2.5 % of the time."""
+    hang_s: Annotated[FiniteFloat, Field(gt=0)] = 1800
+    """Seconds without a sign of life after which a trial's process is ended, and the trial tried again."""
+    identical_failures: Annotated[int, Field(ge=1)] | None = 3
+    """So many trials in a row that fail of the same thing pause the sweep, divergence aside; null: never."""
 
 
 Pruner = Annotated[NoPruner | SuccessiveHalving, Field(discriminator="name")]

@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -17,49 +17,51 @@ import fsspec
 
 SUMS = "SHA256SUMS"
 
-LASTS = ("last.tar", "previous.tar")
-"""States to go on with, the newer one first."""
-
 
 class CorruptCheckpoint(Exception):
     """The file is no checkpoint, or is not what was written."""
 
 
 class CheckpointStore:
-    """`{url}/{sweep}/t00042/last.tar` (to go on with) and `best.tar` (to use), for each trial of a sweep.
-
-    Beside `last.tar` lies the one before it, `previous.tar`, to be used where `last.tar` cannot be read.
-    """
+    """`{url}/{sweep}/t00042/last.tar` (to go on with) and `best.tar` (to use), for each trial of a sweep."""
 
     def __init__(self, url: str) -> None:
         self._files, self._root = fsspec.core.url_to_fs(url)
 
     def save_last(self, sweep_id: str, number: int, files: Mapping[str, bytes]) -> None:
-        last, previous = (self._path(sweep_id, number, name) for name in LASTS)
-        if self._files.exists(last):
-            self._files.mv(last, previous)
-        self._write(last, pack(files))
+        self._write(self._path(sweep_id, number, "last.tar"), pack(files))
 
-    def load_last(self, sweep_id: str, number: int) -> Iterator[dict[str, bytes]]:
-        """The files of `last`, then of the one before it; what is missing is left out.
-
-        What is unreadable is removed: the next save would put it in the place of the one before it.
-        """
-        for name in LASTS:
-            path = self._path(sweep_id, number, name)
-            try:
-                files = unpack(self._files.cat_file(path), path)
-            except FileNotFoundError:
-                continue
-            except CorruptCheckpoint:
-                self._files.rm_file(path)
-                continue
-            yield files
+    def find_last(self, sweep_id: str, number: int) -> dict[str, bytes] | None:
+        """The files of `last`, if it is there. Raises CorruptCheckpoint."""
+        path = self._path(sweep_id, number, "last.tar")
+        try:
+            return unpack(self._files.cat_file(path), path)
+        except FileNotFoundError:
+            return None
 
     def discard_last(self, sweep_id: str, number: int) -> None:
-        for name in LASTS:
-            with suppress(FileNotFoundError):
-                self._files.rm_file(self._path(sweep_id, number, name))
+        with suppress(FileNotFoundError):
+            self._files.rm_file(self._path(sweep_id, number, "last.tar"))
+
+    def ask_to_pause(self, sweep_id: str, driver: str) -> None:
+        """Have the running trials of a driver save their state: workers see the store, and no database."""
+        self._write(self._pause(sweep_id, driver), b"")
+
+    def pause_is_asked(self, sweep_id: str, driver: str) -> bool:
+        self._files.invalidate_cache()
+        return bool(self._files.exists(self._pause(sweep_id, driver)))
+
+    def withdraw_pause(self, sweep_id: str, driver: str) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm_file(self._pause(sweep_id, driver))
+
+    def remove_sweep(self, sweep_id: str) -> None:
+        """All that is kept of a sweep, if anything is."""
+        with suppress(FileNotFoundError):
+            self._files.rm(f"{self._root}/{sweep_id}", recursive=True)
+
+    def _pause(self, sweep_id: str, driver: str) -> str:
+        return f"{self._root}/{sweep_id}/pause-{driver}"
 
     def save_best(self, sweep_id: str, number: int, files: Mapping[str, bytes]) -> str:
         """Replace the trial's best checkpoint; returns its SHA-256."""

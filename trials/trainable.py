@@ -4,12 +4,13 @@ The driver names this class, too, and has no use for torch: so it is loaded wher
 """
 
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ray import tune
 
-from trials.ledger import Report, Task
+from trials.ledger import Report
 from trials.store import CheckpointStore
 
 
@@ -33,9 +34,12 @@ class LanguageModelTrial(tune.Trainable):
     def _begin(self, config: dict[str, Any]) -> None:
         from trials.attempt import run_attempt
 
-        task: Task = config["task"]
+        task, store = config["task"], CheckpointStore(config["store_url"])
         self._reports: Generator[Report] = run_attempt(
-            task, CheckpointStore(config["store_url"]), Path(config["data_dir"])
+            task,
+            store,
+            Path(config["data_dir"]),
+            partial(store.pause_is_asked, task.sweep_id, config["driver"]),
         )
 
     def step(self) -> dict[str, Any]:

@@ -40,9 +40,6 @@ STEPS_BETWEEN_CHECKS = 50
 DIVERGED_ABOVE = 1e6
 """Nats per token. A uniform guess costs log V, some 10: so far above it nothing is learned, finite or not."""
 
-PAUSE_SHARE = 40
-"""A pause is followed by training for so many times its length: pauses cost 2.5 % of the time at most."""
-
 STATE_VERSION = 3
 """Of what `Training.state` returns."""
 
@@ -194,10 +191,7 @@ class Training:
         return (result for result in self.run() if result is not None)
 
     def run(self, pause_every_s: float = math.inf) -> Iterator[EpochResult | None]:
-        """As `epochs`, with a None about so often in the middle of an epoch: a moment to save the state.
-
-        What the caller takes for a pause is watched: it never comes to more than 1 / PAUSE_SHARE of the time.
-        """
+        """As `epochs`, with a None about so often in the middle of an epoch: a moment to save the state."""
         pause_at = time.monotonic() + pause_every_s
         while not self.finished:
             if self._under_way is None:
@@ -272,10 +266,9 @@ class Training:
         lr = self._learning_rate()
         while (done := under_way.windows) < len(lengths):
             self._take_steps(under_way, lengths[done:], resets[done:], sum(lengths[:done]), lr, pause_at)
-            if (began := time.monotonic()) >= pause_at and under_way.windows < len(lengths):
+            if time.monotonic() >= pause_at and under_way.windows < len(lengths):
                 yield
-                ended = time.monotonic()
-                pause_at = ended + max(pause_every_s, PAUSE_SHARE * (ended - began))
+                pause_at = time.monotonic() + pause_every_s
         return pause_at
 
     def _windows_of(self, epoch: int) -> tuple[list[int], list[bool]]:
