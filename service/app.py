@@ -1,15 +1,16 @@
 """The web application put together: routes, the dashboard, one form of error, and the reconciler's life."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
@@ -31,7 +32,6 @@ from service.reconciler import Reconciler
 from service.routes import ROUTERS
 from service.settings import Settings
 from service.sweeps import build_controller
-from trials.spec import SweepRequest
 
 MAX_BODY_BYTES = 1024 * 1024
 
@@ -118,7 +118,7 @@ def _on_invalid_request(request: Request, error: Exception) -> Response:
         detail = f"the body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][1]}"
         return problem_response(plain_problem(400, detail, request.url.path))
     below_body = [{**found, "loc": found["loc"][1:]} for found in errors]
-    problems = problems_in(below_body, error.body, _spec_schema())
+    problems = problems_in(below_body, error.body, _body_schema(request.scope["endpoint"]))
     return _refusal(request, InvalidSpec(problems), problems)
 
 
@@ -164,8 +164,11 @@ def _refusal(request: Request, error: ServiceError, problems: list[Problem]) -> 
 
 
 @cache
-def _spec_schema() -> Schema:
-    return SweepRequest.model_json_schema()
+def _body_schema(endpoint: Callable[..., Any]) -> Schema:
+    """Of what a route takes: the model among its parameters."""
+    hints = [hint for kind in get_type_hints(endpoint).values() for hint in get_args(kind) or (kind,)]
+    models = [hint for hint in hints if isinstance(hint, type) and issubclass(hint, BaseModel)]
+    return models[0].model_json_schema()
 
 
 def _with_problem_media_type(description: dict[str, Any]) -> dict[str, Any]:

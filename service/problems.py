@@ -67,7 +67,7 @@ def plain_problem(status: int, detail: str, instance: str) -> ProblemDocument:
     return ProblemDocument(title=phrase, status=status, detail=detail, code=code, instance=instance)
 
 
-def problems_in(errors: Sequence[dict[str, Any]], body: Any, schema: Schema) -> list[Problem]:
+def problems_in(errors: Sequence[Any], body: Any, schema: Schema) -> list[Problem]:
     """What pydantic's errors say about `body`, each place once, though every member of a union complains.
 
     `schema` is the JSON schema that the body should follow; `loc` starts at the body's root.

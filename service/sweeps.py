@@ -13,12 +13,14 @@ from typing import Any, BinaryIO, cast, get_args
 import optuna
 from optuna.storages import BaseStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState
+from pydantic import ValidationError
 from sqlalchemy import RowMapping
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.errors import InvalidSpec, NoCheckpointYet, Problem, TrialNotFound, UnreadableSpec
 from service.launcher import Launcher
 from service.lifecycle import TERMINAL_STATES, WISHES, WITH_DRIVER, Verb, legal_requests
+from service.problems import problems_in
 from service.records import Records, SweepRecord, aware, migrate, open_engine
 from service.resources import placed, problems_with
 from service.schemas import (
@@ -176,7 +178,12 @@ class SweepController:
     def clone(self, sweep_id: str, changes: dict[str, Any]) -> SweepDetail:
         """Queue a new sweep with this one's spec and some changes. Raises SweepNotFound, InvalidSpec."""
         written = self.records.get_sweep(sweep_id).spec.model_dump(mode="json")
-        return self.create(SweepRequest.model_validate(merged({**written, "preset": None}, changes)))
+        body = merged({**written, "preset": None}, changes)
+        try:
+            request = SweepRequest.model_validate(body)
+        except ValidationError as error:
+            raise InvalidSpec(problems_in(error.errors(), body, SweepRequest.model_json_schema())) from error
+        return self.create(request)
 
     def best(self, sweep_id: str) -> TrialView:
         """The trial with the lowest validation loss so far, whatever became of it. Raises NoCheckpointYet."""

@@ -14,7 +14,7 @@ from service.app import create_app
 from service.launcher import Capacity
 from service.records import Records, SweepJournal, open_engine
 from service.settings import Settings
-from service.studies import open_storage
+from service.studies import open_storage, study_to_go_on_with, write_down
 from trials.ledger import Failure, Report, StudyLedger, Task
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore
@@ -45,13 +45,14 @@ class PlayingLauncher:
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
         spec = self._records.get_sweep(sweep_id).spec
         journal = SweepJournal(self._records, sweep_id, generation)
-        ledger = StudyLedger(spec, sweep_id, self._storage, journal, self._store)
+        study = study_to_go_on_with(self._records, self._storage, sweep_id, generation)
+        ledger = StudyLedger(spec, sweep_id, self._storage, journal, self._store, study)
         if spec.name == HELD:
             self._play(ledger, spec, epochs=1)
         else:
             while self._play(ledger, spec, epochs=spec.training.epochs):
                 pass
-            self._records.finish(sweep_id, generation, *ledger.outcome(), under=ledger.budget)
+            write_down(self._records, sweep_id, generation, ledger)
         return {"sweep": sweep_id}
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
@@ -111,7 +112,15 @@ def played_service(data_dir: Path, *, plays: bool = True) -> Iterator[httpx.Clie
     data_dir.mkdir(parents=True, exist_ok=True)
     settings = Settings(data_dir=data_dir, port=0)
     app = create_app(settings, PlayingLauncher(settings))
-    server = _Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="on" if plays else "off"))
+    server = _Server(
+        uvicorn.Config(
+            app,
+            port=0,
+            log_level="critical",
+            lifespan="on" if plays else "off",
+            timeout_keep_alive=60,  # a busy machine may let a test wait for longer than by default
+        )
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -1,10 +1,12 @@
 """The real service as a process, with real drivers and a real Ray below it, for tests that kill things."""
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import psutil
 
 from service.launcher import MARK, marked_processes
+from service.lifecycle import TERMINAL_STATES
 
 PATIENCE_S = 120
 
@@ -47,8 +50,9 @@ def small_spec(corpus: Path, **changes: Any) -> dict[str, Any]:
 class ServiceProcess:
     """`fraternal serve` on a free port, over one data directory; can be killed and started again."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, environment: Mapping[str, str] | None = None) -> None:
         self.data_dir = data_dir
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[str] | None = None
         self._http = httpx.Client(timeout=30)
 
@@ -57,6 +61,7 @@ class ServiceProcess:
             [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--data-dir", str(self.data_dir)],
             stdout=subprocess.PIPE,
             text=True,
+            env=self._environment,
             start_new_session=True,
         )
         assert self._process.stdout is not None
@@ -106,8 +111,26 @@ class ServiceProcess:
         assert response.status_code == 201, response.text
         return str(response.json()["id"])
 
+    def ask(self, sweep_id: str, verb: str, body: Any = None) -> None:
+        response = self._http.post(f"/v1/sweeps/{sweep_id}:{verb}", json=body)
+        assert response.status_code == 202, response.text
+
     def cancel(self, sweep_id: str) -> None:
-        assert self._http.post(f"/v1/sweeps/{sweep_id}:cancel").status_code == 202
+        self.ask(sweep_id, "cancel")
+
+    def delete(self, sweep_id: str) -> None:
+        assert self._http.delete(f"/v1/sweeps/{sweep_id}").status_code == 202
+        wait_until(lambda: sweep_id not in self.sweeps(), f"sweep {sweep_id} is deleted", self.describe)
+
+    def sweeps(self) -> dict[str, Any]:
+        """By id."""
+        return {sweep["id"]: sweep for sweep in self.get("/v1/sweeps")["sweeps"]}
+
+    def wait_for_state(self, sweep_id: str, state: str) -> Any:
+        wait_until(
+            lambda: self.sweep(sweep_id)["state"] == state, f"sweep {sweep_id} is {state}", self.describe
+        )
+        return self.sweep(sweep_id)
 
     def sweep(self, sweep_id: str) -> Any:
         return self.get(f"/v1/sweeps/{sweep_id}")
@@ -116,7 +139,7 @@ class ServiceProcess:
         return list(self.get(f"/v1/sweeps/{sweep_id}/trials")["trials"])
 
     def has_ended(self, sweep_id: str) -> bool:
-        return self.sweep(sweep_id)["state"] not in {"queued", "running"}
+        return self.sweep(sweep_id)["state"] in TERMINAL_STATES
 
     def wait_for_end(self, sweep_id: str) -> Any:
         wait_until(lambda: self.has_ended(sweep_id), f"sweep {sweep_id} ends", self.describe)
@@ -138,9 +161,9 @@ class ServiceProcess:
 
 
 @contextmanager
-def running_service(data_dir: Path) -> Iterator[ServiceProcess]:
+def running_service(data_dir: Path, environment: Mapping[str, str] | None = None) -> Iterator[ServiceProcess]:
     """A service that leaves nothing behind: its drivers are ended too."""
-    service = ServiceProcess(data_dir)
+    service = ServiceProcess(data_dir, environment)
     service.start()
     try:
         yield service
@@ -150,6 +173,28 @@ def running_service(data_dir: Path) -> Iterator[ServiceProcess]:
         for process in marked_processes("FRATERNAL_DATA_DIR", str(data_dir.resolve())):
             with suppress(psutil.NoSuchProcess):  # it may be dying anyway
                 process.kill()
+
+
+def checkpoints(service: ServiceProcess, sweep_id: str) -> dict[int, str]:
+    return {trial["number"]: trial["checkpoint_sha256"] for trial in service.trials(sweep_id)}
+
+
+def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
+    """Every trial once, each of them ended, and a whole curve for each: nothing lost, nothing twice."""
+    sweep, trials = service.sweep(sweep_id), service.trials(sweep_id)
+    assert [trial["number"] for trial in trials] == list(range(sweep["trials"]["budget"]))
+    assert {trial["state"] for trial in trials} == {"COMPLETE"}
+    for trial in trials:
+        curve = service.get(f"/v1/sweeps/{sweep_id}/trials/{trial['number']}")["curve"]
+        assert [epoch["epoch"] for epoch in curve] == [1, 2, 3, 4]
+
+
+def assert_nothing_left(service: ServiceProcess, sweep_id: str) -> None:
+    scratch = Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
+    wait_until(
+        lambda: not marked_processes(MARK, sweep_id) and not scratch.exists(),
+        f"neither a process nor a folder of sweep {sweep_id} is left",
+    )
 
 
 def find_process(sweep_id: str, words: str) -> psutil.Process | None:

@@ -118,7 +118,14 @@ def test_the_newest_sweep_is_listed_first(idle: httpx.Client) -> None:
 
 def test_an_ended_sweep_shows_its_trials_and_which_is_best(client: httpx.Client, ended: str) -> None:
     sweep = client.get(f"/v1/sweeps/{ended}").json()
-    assert sweep["trials"] == {"budget": 6, "running": 0, "waiting": 0, "complete": 6, "pruned": 0, "failed": 0}
+    assert sweep["trials"] == {
+        "budget": 6,
+        "running": 0,
+        "waiting": 0,
+        "complete": 6,
+        "pruned": 0,
+        "failed": 0,
+    }
     assert sweep["best"]["number"] == 5
     trials = client.get(f"/v1/sweeps/{ended}/trials").json()["trials"]
     assert [trial["number"] for trial in trials] == list(range(6))
@@ -156,6 +163,146 @@ def test_a_running_sweep_can_be_cancelled_and_an_ended_one_cannot(client: httpx.
     wait_for(client, sweep_id, "cancelled")
     assert_problem(client.post(f"/v1/sweeps/{sweep_id}:cancel"), 409)
     assert assert_problem(client.post(f"/v1/sweeps/{ended}:cancel"), 409)["code"] == "illegal_move"
+
+
+# A sweep's life.
+
+
+def ask(client: httpx.Client, sweep_id: str, verb: str, body: Any = None) -> httpx.Response:
+    return client.post(f"/v1/sweeps/{sweep_id}:{verb}", json=body)
+
+
+def test_an_illegal_move_names_the_legal_ones(client: httpx.Client, ended: str) -> None:
+    for verb in ("pause", "resume", "stop", "cancel"):
+        detail = assert_problem(ask(client, ended, verb), 409)["detail"]
+        assert f"is succeeded: it cannot {verb}; legal now: extend, retry-failed, delete" in detail
+    assert client.get(f"/v1/sweeps/{ended}").json()["legal"] == ["extend", "retry-failed", "delete"]
+
+
+def test_an_ended_sweep_can_be_extended_and_goes_on_with_its_next_trial(client: httpx.Client) -> None:
+    sweep_id = submit(client, budget={"trials": 2})
+    wait_for(client, sweep_id, "succeeded")
+    assert ask(client, sweep_id, "extend", {"trials": 3}).status_code == 202
+    sweep = wait_for(client, sweep_id, "succeeded")
+    assert (sweep["trials"]["budget"], sweep["trials"]["complete"], sweep["driver_generation"]) == (5, 5, 2)
+    assert sweep["spec"]["budget"]["trials"] == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "pointer", "words"),
+    [
+        ({}, "", "raises at least one limit"),
+        ({"trials": 0}, "", "raises at least one limit"),
+        ({"trials": -1}, "/trials", "greater than or equal to 0"),
+        ({"trials": 99_999}, "/trials", "at most 100000 trials; this one has 6"),
+        ({"wall_s": 60}, "/wall_s", "has no wall_s"),
+        ({"target": 60}, "", "all 6 trials of the budget have ended: extend trials"),
+        ({"trails": 5}, "/trails", "known here: max_failed, target, trials, wall_s"),
+    ],
+)
+def test_an_extension_that_leads_nowhere_is_refused_and_changes_nothing(
+    client: httpx.Client, ended: str, body: dict[str, Any], pointer: str, words: str
+) -> None:
+    before = client.get(f"/v1/sweeps/{ended}").json()
+    (error,) = assert_problem(ask(client, ended, "extend", body), 422)["errors"]
+    assert error["pointer"] == pointer
+    assert words in error["message"]
+    assert client.get(f"/v1/sweeps/{ended}").json() == before
+
+
+def test_failed_trials_are_tried_again_under_their_own_numbers(client: httpx.Client) -> None:
+    arms = {"wild": {"clip": 13}, "tame": {}}
+    sweep_id = submit(client, arms=arms, budget={"trials": 4})
+    wait_for(client, sweep_id, "succeeded")
+    refusal = assert_problem(ask(client, sweep_id, "retry-failed"), 422)
+    assert "failures: ['diverged']" in refusal["errors"][0]["message"]
+    before = client.get(f"/v1/sweeps/{sweep_id}/trials").json()["trials"]
+    assert ask(client, sweep_id, "retry-failed", {"classes": ["diverged"]}).status_code == 202
+    assert wait_for(client, sweep_id, "succeeded")["driver_generation"] == 2
+    after = client.get(f"/v1/sweeps/{sweep_id}/trials").json()["trials"]
+    assert [trial["attempt"] for trial in after] == [2, 1, 2, 1]
+    assert [trial["params"] for trial in after] == [trial["params"] for trial in before]
+    assert client.get(f"/v1/sweeps/{sweep_id}").json()["dashboard_url"] is not None
+
+
+def test_a_clone_is_a_new_sweep_with_what_was_changed(client: httpx.Client, ended: str) -> None:
+    changes = {"name": "again", "sampler": {"seed": 2}, "budget": {"trials": 1}}
+    response = ask(client, ended, "clone", changes)
+    assert response.status_code == 201
+    clone, origin = response.json(), client.get(f"/v1/sweeps/{ended}").json()
+    assert response.headers["location"] == f"/v1/sweeps/{clone['id']}"
+    assert clone["id"] != ended
+    changed = {"name": "again", "sampler": {"name": "random", "seed": 2}}
+    budget = {**origin["spec"]["budget"], "trials": 1}
+    assert clone["spec"] == {**origin["spec"], **changed, "budget": budget}
+    (error,) = assert_problem(ask(client, ended, "clone", {"budget": {"trials": 0}}), 422)["errors"]
+    assert error["pointer"] == "/budget/trials"
+    wait_for(client, clone["id"], "succeeded")
+
+
+def test_a_queued_sweep_can_be_paused_resumed_and_deleted(idle: httpx.Client) -> None:
+    sweep_id = submit(idle)
+    for verb, state, wish in (
+        ("pause", "paused", "paused"),
+        ("resume", "queued", "running"),
+        ("pause", "paused", "paused"),
+    ):
+        answer = ask(idle, sweep_id, verb).json()
+        assert (answer["state"], answer["desired_state"]) == (state, wish)
+    assert idle.delete(f"/v1/sweeps/{sweep_id}").json()["state"] == "deleting"
+    assert_problem(ask(idle, sweep_id, "resume"), 409)
+
+
+def test_a_deleted_sweep_is_gone_with_all_that_it_had(client: httpx.Client, data_dir: Path) -> None:
+    sweep_id = submit(client)
+    wait_for(client, sweep_id, "succeeded")
+    study = client.get(f"/v1/sweeps/{sweep_id}").json()["dashboard_url"].rpartition("/")[2]
+    assert (data_dir / "checkpoints" / sweep_id).is_dir()
+    assert client.delete(f"/v1/sweeps/{sweep_id}").status_code == 202
+    deadline = time.monotonic() + 20
+    while client.get(f"/v1/sweeps/{sweep_id}").status_code != 404:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not (data_dir / "checkpoints" / sweep_id).exists()
+    assert sweep_id not in client.get("/api/studies").text
+    assert client.get(f"/api/studies/{study}").status_code == 404
+    with closing(sqlite3.connect(data_dir / "fraternal.db")) as database:
+        for table in ("fraternal_epochs", "fraternal_events"):
+            left = database.execute(f"SELECT count(*) FROM {table} WHERE sweep_id = ?", [sweep_id])
+            assert left.fetchone() == (0,)
+
+
+@pytest.mark.parametrize("spec", ['{"corpus": 3}', '"a text"', "{broken", "[]", '{"arms": {}}'])
+def test_a_sweep_whose_spec_is_damaged_hides_no_other_and_can_be_deleted(
+    client: httpx.Client, ended: str, data_dir: Path, spec: str
+) -> None:
+    sweep_id = submit(client, budget={"trials": 1})
+    wait_for(client, sweep_id, "succeeded")
+    with closing(sqlite3.connect(data_dir / "fraternal.db")) as database, database:
+        database.execute("UPDATE fraternal_sweeps SET spec = ? WHERE id = ?", [spec, sweep_id])
+    assert "cannot be read" in assert_problem(client.get(f"/v1/sweeps/{sweep_id}"), 500)["detail"]
+    listed = {sweep["id"]: sweep for sweep in client.get("/v1/sweeps").json()["sweeps"]}
+    assert "cannot be read" in listed[sweep_id]["state_reason"]
+    assert listed[ended]["state"] == "succeeded"
+    assert len(client.get(f"/v1/sweeps/{sweep_id}/trials").json()["trials"]) == 1
+    assert client.get(f"/v1/sweeps/{sweep_id}/best/checkpoint").status_code == 200
+    assert_problem(ask(client, sweep_id, "extend", {"trials": 1}), 500)
+    assert client.delete(f"/v1/sweeps/{sweep_id}").status_code == 202
+
+
+def test_a_queued_sweep_whose_spec_is_damaged_fails_and_the_next_one_runs(
+    client: httpx.Client, data_dir: Path
+) -> None:
+    damaged = submit(client)
+    ask(client, damaged, "pause")
+    wait_for(client, damaged, "paused", "succeeded")
+    with closing(sqlite3.connect(data_dir / "fraternal.db")) as database, database:
+        database.execute("UPDATE fraternal_sweeps SET spec = '{}', state = 'queued' WHERE id = ?", [damaged])
+    following = submit(client)
+    wait_for(client, following, "succeeded")
+    listed = {sweep["id"]: sweep for sweep in client.get("/v1/sweeps").json()["sweeps"]}
+    assert listed[damaged]["state"] == "failed"
+    assert "cannot be read" in listed[damaged]["state_reason"]
 
 
 # What is refused.

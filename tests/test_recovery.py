@@ -5,7 +5,6 @@ by checkpoint, by SHA-256.
 """
 
 import ipaddress
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ import pytest
 from service.launcher import MARK, marked_processes
 from tests.service_process import (
     ServiceProcess,
+    assert_exactly_the_budget,
+    assert_nothing_left,
+    checkpoints,
     find_process,
     kill_process,
     running_service,
@@ -48,28 +50,6 @@ def undisturbed(service: ServiceProcess, corpus: Path) -> dict[int, str]:
     return checkpoints(service, sweep_id)
 
 
-def checkpoints(service: ServiceProcess, sweep_id: str) -> dict[int, str]:
-    return {trial["number"]: trial["checkpoint_sha256"] for trial in service.trials(sweep_id)}
-
-
-def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
-    """Every trial once, each of them ended, and a whole curve for each: nothing lost, nothing twice."""
-    sweep, trials = service.sweep(sweep_id), service.trials(sweep_id)
-    assert [trial["number"] for trial in trials] == list(range(sweep["trials"]["budget"]))
-    assert {trial["state"] for trial in trials} == {"COMPLETE"}
-    for trial in trials:
-        curve = service.get(f"/v1/sweeps/{sweep_id}/trials/{trial['number']}")["curve"]
-        assert [epoch["epoch"] for epoch in curve] == [1, 2, 3, 4]
-
-
-def assert_nothing_left(sweep_id: str) -> None:
-    scratch = Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
-    wait_until(
-        lambda: not marked_processes(MARK, sweep_id) and not scratch.exists(),
-        f"neither a process nor a folder of sweep {sweep_id} is left",
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "generations", "attempts"),
     [
@@ -96,7 +76,7 @@ def test_sweep_ends_as_if_nothing_had_been_killed(
     assert_exactly_the_budget(service, sweep_id)
     assert {trial["attempt"] for trial in service.trials(sweep_id)} == attempts
     assert checkpoints(service, sweep_id) == undisturbed
-    assert_nothing_left(sweep_id)
+    assert_nothing_left(service, sweep_id)
 
 
 def test_sweep_goes_on_and_ends_without_the_api(
@@ -125,7 +105,7 @@ def test_restarted_api_adopts_a_driver_and_restarts_it_when_it_dies(
     assert service.wait_for_end(sweep_id)["driver_generation"] == 2
     assert_exactly_the_budget(service, sweep_id)
     assert checkpoints(service, sweep_id) == undisturbed
-    assert_nothing_left(sweep_id)
+    assert_nothing_left(service, sweep_id)
 
 
 def test_cancel_ends_a_running_sweep_and_leaves_nothing(service: ServiceProcess, corpus: Path) -> None:
@@ -137,7 +117,7 @@ def test_cancel_ends_a_running_sweep_and_leaves_nothing(service: ServiceProcess,
     assert sweep["trials"]["running"] == 0
     failures = [trial["failure"] for trial in service.trials(sweep_id) if trial["state"] == "FAIL"]
     assert {failure["failure_class"] for failure in failures} == {"cancelled"}
-    assert_nothing_left(sweep_id)
+    assert_nothing_left(service, sweep_id)
 
 
 def test_diverging_trials_fail_and_the_sweep_goes_on(service: ServiceProcess, corpus: Path) -> None:

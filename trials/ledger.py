@@ -493,7 +493,11 @@ def studies_of(sweep_id: str, storage: BaseStorage) -> list[str]:
 def delete_study(name: str, storage: BaseStorage) -> None:
     """Remove a study, if there is one."""
     with suppress(KeyError):
-        storage.delete_study(storage.get_study_id_from_name(name))
+        study_id = storage.get_study_id_from_name(name)
+        for _ in range(2):
+            # Optuna's cache forgets a study before the database does: a reader in between brings it back, and
+            # SQLite gives its id to the next study. By the second time there is nothing left to read.
+            storage.delete_study(study_id)
 
 
 def open_study(spec: SweepSpec, name: str, storage: BaseStorage) -> optuna.Study:
