@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
@@ -29,6 +29,7 @@ from service.problems import (
     problems_in,
 )
 from service.reconciler import Reconciler
+from service.retention import collect_orphans
 from service.routes import ROUTERS
 from service.settings import Settings
 from service.sweeps import build_controller
@@ -45,9 +46,9 @@ error is an `application/problem+json` document whose `errors` point into the re
 def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     """The service over the database and the store that `settings` name. It runs sweeps while it is up."""
     controller = build_controller(settings, launcher)
-    reconciler = Reconciler(
-        controller.records, controller.storage, controller.store, launcher, settings.running_sweeps
-    )
+    records, storage, store = controller.records, controller.storage, controller.store
+    collect = partial(collect_orphans, records, storage, store, store_is_ours=settings.store_url is None)
+    reconciler = Reconciler(records, storage, store, launcher, settings.running_sweeps, collect)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -2,7 +2,9 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from optuna.storages import BaseStorage
 
@@ -17,6 +19,7 @@ log = logging.getLogger(__name__)
 
 LEASE_NAME = "controller"
 PERIOD_S = 0.5
+COLLECT_EVERY_S = 600.0
 TIME_TO_END = timedelta(seconds=20)
 """For a driver, once it has written that its sweep has ended, or rests."""
 TIME_TO_PAUSE = timedelta(minutes=5)
@@ -37,22 +40,31 @@ class Reconciler:
         store: CheckpointStore,
         launcher: Launcher,
         running_sweeps: int,
+        collect: Callable[[], Any] = list,
     ) -> None:
+        """`collect` puts aside what nobody refers to, now and then."""
         self._records = records
         self._storage = storage
         self._store = store
         self._launcher = launcher
         self._running_sweeps = running_sweeps
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
+        self._collect = collect
+        self._holds_lease = False
+        self._threads = [
+            threading.Thread(target=self._run, name="reconciler", daemon=True),
+            threading.Thread(target=self._run_collecting, name="retention", daemon=True),
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self, *, stop_drivers: bool) -> None:
         """Stop looking. Drivers go on by themselves, or stop too until the next start."""
         self._stopped.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         if not self._acts():
             return
         if stop_drivers:
@@ -79,9 +91,19 @@ class Reconciler:
             except Exception:  # whatever it is, the next look may find it gone
                 log.exception("the reconciler could not finish its round")
 
+    def _run_collecting(self) -> None:
+        """In a thread of its own: a large store is not listed in a moment."""
+        while not self._stopped.wait(COLLECT_EVERY_S):
+            try:
+                if self._holds_lease:
+                    self._collect()
+            except Exception:
+                log.exception("what nobody refers to could not be put aside")
+
     def reconcile(self) -> None:
         """One look at every sweep to be moved, or that left something. Trouble with one delays no other."""
-        if not self._acts():
+        self._holds_lease = self._acts()
+        if not self._holds_lease:
             return
         records = self._records.list_sweeps(*MOVING)
         room = self._running_sweeps - sum(record.state in WITH_DRIVER for record in records)

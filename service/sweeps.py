@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
-import optuna
 from optuna.storages import BaseStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import ValidationError
@@ -37,6 +36,7 @@ from service.schemas import (
 from service.settings import Settings
 from service.studies import open_storage
 from trials.corpora import CorpusError, check_corpus, resolved
+from trials.ledger import find_rows
 from trials.perplexity import perplexity
 from trials.spec import MOST_TRIALS, Budget, FailureClass, SweepRequest, SweepSpec, merged
 from trials.store import CheckpointStore
@@ -215,11 +215,7 @@ class SweepController:
         return []
 
     def _rows(self, record: SweepRecord) -> list[FrozenTrial]:
-        try:
-            study = optuna.load_study(study_name=record.study, storage=self.storage)
-        except KeyError:  # no driver has opened the study yet
-            return []
-        return study.get_trials(deepcopy=False)
+        return find_rows(record.study, self.storage)
 
     def _detail(self, record: SweepRecord) -> SweepDetail:
         return SweepDetail(**dict(self._view(record)), spec=record.spec)

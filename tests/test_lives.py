@@ -1,4 +1,4 @@
-"""A sweep's life with real processes: pauses, limits, whatever freezes or is damaged, two services at once."""
+"""A sweep's life with real processes: pauses, limits, what freezes or is damaged, two services at once."""
 
 import json
 import os

@@ -8,8 +8,8 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 from sqlalchemy import update
 
-from service.reconciler import MOST_FRUITLESS_LAUNCHES, TIME_TO_END, Reconciler
-from service.records import Records, SweepJournal, _naive, now, sweeps
+from service.reconciler import MOST_FRUITLESS_LAUNCHES, TIME_TO_END, TIME_TO_PAUSE, Reconciler
+from service.records import Records, SweepJournal, _naive, leases, now, sweeps
 from tests.fakes import MemoryLauncher, epoch_fields, spec
 from trials.ledger import StudyLedger
 from trials.store import CheckpointStore
@@ -298,3 +298,111 @@ def test_drivers_stopped_with_the_service_resume_with_the_next_and_are_never_fru
         world.reconciler.stop(stop_drivers=True)
         assert world.launcher.alive == {}
         assert world.states() == {"s1": "running"}
+
+
+# Pauses, deletion, and several controllers.
+
+
+def test_sweep_whose_driver_dies_while_it_pauses_is_paused(world: World) -> None:
+    world.submit("s1", "s2")
+    world.look()
+    world.records.ask("s1", "pause")
+    world.look()
+    assert world.states() == {"s1": "pausing", "s2": "queued"}, "its driver is at it"
+    world.launcher.alive.clear()
+    world.look()
+    world.look()
+    assert world.states() == {"s1": "paused", "s2": "running"}
+
+
+def test_driver_that_does_not_come_to_pause_is_ended(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    world.records.ask("s1", "pause")
+    with world.records.engine.begin() as connection:
+        connection.execute(update(sweeps).values(state_since=_naive(now() - TIME_TO_PAUSE)))
+    world.look()
+    assert world.states() == {"s1": "paused"}
+    assert world.launcher.alive == {}
+
+
+def test_resumed_sweep_waits_for_its_turn_and_its_driver_is_not_counted_as_fruitless(world: World) -> None:
+    world.submit("s1", "s2")
+    world.look()
+    for _ in range(MOST_FRUITLESS_LAUNCHES + 1):
+        world.records.ask("s1", "pause")
+        world.launcher.alive.clear()
+        world.look()
+        world.records.ask("s1", "resume")
+        world.records.ask("s2", "pause")
+        world.look()
+        assert world.states()["s1"] == "running"
+        world.records.ask("s2", "resume")
+
+
+def test_deleted_sweep_leaves_nothing_and_a_crash_on_the_way_is_made_good(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.submit("s1", "s2")
+    world.look()
+    open_rows(world, "s1")
+    world.store.save_last("s1", 0, {"weights": b"1"})
+    world.records.ask("s1", "cancel")
+    world.look()
+    world.records.ask("s1", "delete")
+    with monkeypatch.context() as patch:
+        patch.setattr(world.storage, "delete_study", lambda study: 1 / 0)
+        world.look()
+        assert world.states()["s1"] == "deleting"
+    world.look()
+    assert world.states() == {"s2": "running"}
+    assert world.store.find_last("s1", 0) is None
+    assert [study.study_name for study in world.storage.get_all_studies()] == []
+    assert world.records.list_events("s1") == []
+    assert "forget s1" in world.launcher.calls
+
+
+def second(world: World) -> World:
+    """Another service at the same database, on the same machine."""
+    other = World(world.records)
+    other.launcher.me = {"controller": 2}
+    other.launcher.alive = world.launcher.alive
+    other.launcher.dead_controllers = world.launcher.dead_controllers
+    return other
+
+
+def test_of_two_controllers_the_first_acts_as_long_as_it_lives(world: World) -> None:
+    other = second(world)
+    world.look()
+    world.submit("s1")
+    for _ in range(3):
+        other.look()
+        assert world.states() == {"s1": "queued"}
+    world.look()
+    assert world.states() == {"s1": "running"}
+    assert other.launcher.calls == []
+
+
+@pytest.mark.parametrize("how", ["died", "silent", "stopped"])
+def test_second_controller_takes_over_and_the_first_one_no_longer_acts(world: World, how: str) -> None:
+    other = second(world)
+    world.look()
+    world.submit("s1")
+    if how == "died":
+        world.launcher.dead_controllers.append(1)
+    elif how == "stopped":
+        world.reconciler.start()
+        world.reconciler.stop(stop_drivers=False)
+    else:
+        with world.records.engine.begin() as connection:
+            connection.execute(update(leases).values(until=_naive(now() - timedelta(seconds=1))))
+    world.records.ask("s1", "pause")
+    world.records.ask("s1", "resume")
+    other.look()
+    assert world.states() == {"s1": "running"}
+    assert other.launcher.calls.count("launch s1") == 1
+    world.launcher.calls.clear()
+    world.records.ask("s1", "cancel")
+    world.look()
+    assert world.states() == {"s1": "cancelling"}
+    assert world.launcher.calls == []

@@ -4,6 +4,7 @@ Only the driver that holds a sweep's lease writes trial rows, and it does so her
 """
 
 import logging
+import math
 import threading
 import time
 import warnings
@@ -193,6 +194,7 @@ class StudyLedger:
         for row in self._study.get_trials(deepcopy=False):
             if row.state.is_finished() and row.state != TrialState.FAIL:
                 store.discard_last(sweep_id, row.number)  # a crash may have come between its end and this
+        self._keep_bests()
 
     def _adopt_new_rows(self) -> None:
         """Those of an earlier driver; and one of our own, whose making was not answered."""
@@ -405,6 +407,23 @@ class StudyLedger:
         del self._trials[trial.number]
         if state != TrialState.FAIL:
             self._store.discard_last(self.sweep_id, trial.number)
+            self._keep_bests()
+
+    def _keep_bests(self) -> None:
+        """Where it is wished for, remove the checkpoints of trials that are not among the best of their arm.
+
+        Those that failed keep theirs: they may be tried again.
+        """
+        kept = self._spec.retention.bests_per_arm
+        if kept is None:
+            return
+        ended: dict[str, list[tuple[float, int]]] = {}
+        for row in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+            loss = row.user_attrs.get("best_valid_loss", math.inf)
+            ended.setdefault(self._spec.arm_of(row.number), []).append((loss, row.number))
+        for ranked in map(sorted, ended.values()):
+            for _, number in ranked[kept:]:
+                self._store.discard_best(self.sweep_id, number)
 
     @property
     def budget(self) -> Budget:
@@ -482,6 +501,14 @@ def reopen_failed(
                 name: value for name, value in row.user_attrs.items() if name not in TOLD_OF_FAILURE
             }
         storage.create_new_trial(after._study_id, template_trial=row)
+
+
+def find_rows(study_name: str, storage: BaseStorage) -> list[FrozenTrial]:
+    """The trials of a study, by number; none where no driver has opened it yet."""
+    try:
+        return optuna.load_study(study_name=study_name, storage=storage).get_trials(deepcopy=False)
+    except KeyError:
+        return []
 
 
 def studies_of(sweep_id: str, storage: BaseStorage) -> list[str]:

@@ -218,6 +218,13 @@ class Retry(Wire):
     """So many trials in a row that fail of the same thing pause the sweep, divergence aside; null: never."""
 
 
+class Retention(Wire):
+    """Which checkpoints stay once their trials have ended."""
+
+    bests_per_arm: Annotated[int, Field(ge=1)] | None = None
+    """Of so many best trials of each arm; null: of all. Failed trials keep theirs, to be tried again."""
+
+
 Pruner = Annotated[NoPruner | SuccessiveHalving, Field(discriminator="name")]
 
 
@@ -289,6 +296,7 @@ class SweepSpec(Wire):
     budget: Budget
     resources: Resources = Resources()
     retry: Retry = Retry()
+    retention: Retention = Retention()
     baseline: str | Annotated[FiniteFloat, Field(gt=1)] | None = None
     """What trials are counted against: a validation perplexity, or an arm whose best trial sets it."""
 

@@ -7,19 +7,35 @@ it is one rename and fetching it is one download; its bytes are a function of it
 import hashlib
 import io
 import os
+import re
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import fsspec
 
 SUMS = "SHA256SUMS"
+QUARANTINE = "quarantine"
 
 
 class CorruptCheckpoint(Exception):
     """The file is no checkpoint, or is not what was written."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a store, by where it lies."""
+
+    path: str
+    sweep_id: str
+    number: int | None
+    """Of the trial; None for what is no trial's."""
+    name: str
+    written_at: datetime
 
 
 class CheckpointStore:
@@ -60,6 +76,33 @@ class CheckpointStore:
         with suppress(FileNotFoundError):
             self._files.rm(f"{self._root}/{sweep_id}", recursive=True)
 
+    def files(self) -> Iterator[StoredFile]:
+        """Everything in the store, but for what was put aside."""
+        for path in self._files.find(self._root):
+            parts = path.removeprefix(f"{self._root}/").split("/")
+            if parts[0] == QUARANTINE:
+                continue
+            trial = re.fullmatch(r"t(\d{5,})", parts[1]) if len(parts) == 3 else None
+            with suppress(FileNotFoundError):  # it has just been replaced, or removed
+                written_at = self._files.modified(path)
+                number = int(trial[1]) if trial else None
+                yield StoredFile(path, parts[0], number, parts[-1], written_at.astimezone(UTC))
+
+    def put_aside(self, file: StoredFile, at: datetime) -> None:
+        """Where nobody looks for it, below the day on which it was done."""
+        aside = f"{self._root}/{QUARANTINE}/{at:%Y-%m-%d}{file.path.removeprefix(self._root)}"
+        self._files.makedirs(aside.rpartition("/")[0], exist_ok=True)
+        self._files.mv(file.path, aside)
+
+    def empty_quarantine(self, until: datetime) -> None:
+        """Remove for good what was put aside on the days before that one."""
+        self._files.invalidate_cache()
+        folder = f"{self._root}/{QUARANTINE}"
+        days = self._files.ls(folder, detail=False) if self._files.exists(folder) else []
+        for path in days:
+            if path.rstrip("/").rpartition("/")[2] < f"{until:%Y-%m-%d}":
+                self._files.rm(path, recursive=True)
+
     def _pause(self, sweep_id: str, driver: str) -> str:
         return f"{self._root}/{sweep_id}/pause-{driver}"
 
@@ -68,6 +111,10 @@ class CheckpointStore:
         archive = pack(files)
         self._write(self._path(sweep_id, number, "best.tar"), archive)
         return hashlib.sha256(archive).hexdigest()
+
+    def discard_best(self, sweep_id: str, number: int) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm_file(self._path(sweep_id, number, "best.tar"))
 
     def open_best(self, sweep_id: str, number: int) -> BinaryIO:
         """The archive, open for reading: undisturbed by a replacement. Raises FileNotFoundError."""
