@@ -6,6 +6,7 @@ Wishes are written down; the reconciler carries them out.
 import hashlib
 import math
 import secrets
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
@@ -41,6 +42,8 @@ from trials.perplexity import perplexity
 from trials.spec import MOST_TRIALS, Budget, FailureClass, SweepRequest, SweepSpec, merged
 from trials.store import CheckpointStore
 
+LITTLE_ROOM = 256 * 2**20
+"""Bytes, or a twentieth of a smaller disk."""
 ENDED_FROM_OUTSIDE = {"cancelled", "infrastructure", "timeout"}
 """Classes of failure that say nothing against what the trial had reached."""
 RETRIED_BY_DEFAULT: frozenset[FailureClass] = frozenset(get_args(FailureClass)) - {"diverged"}
@@ -212,6 +215,9 @@ class SweepController:
             self.records.ping()
         except SQLAlchemyError as error:
             return [f"the database does not answer: {type(error).__name__}"]
+        usage = shutil.disk_usage(self._data_dir)
+        if usage.free < min(LITTLE_ROOM, usage.total / 20):
+            return [f"the disk of {self._data_dir} has only {usage.free / 2**20:.0f} MiB left: free some"]
         return []
 
     def _rows(self, record: SweepRecord) -> list[FrozenTrial]:

@@ -17,6 +17,7 @@ import psutil
 
 from service.launcher import MARK, marked_processes
 from service.lifecycle import TERMINAL_STATES
+from service.records import Records, open_engine
 
 PATIENCE_S = 120
 
@@ -125,6 +126,14 @@ class ServiceProcess:
     def sweeps(self) -> dict[str, Any]:
         """By id."""
         return {sweep["id"]: sweep for sweep in self.get("/v1/sweeps")["sweeps"]}
+
+    def events(self, sweep_id: str) -> list[dict[str, Any]]:
+        """The sweep's story, read from the database."""
+        records = Records(open_engine(f"sqlite:///{self.data_dir / 'fraternal.db'}"))
+        try:
+            return [dict(event) for event in records.list_events(sweep_id)]
+        finally:
+            records.engine.dispose()
 
     def wait_for_state(self, sweep_id: str, state: str) -> Any:
         wait_until(

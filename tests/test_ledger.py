@@ -782,3 +782,33 @@ def test_failed_trials_are_open_again_under_their_numbers_and_the_others_as_they
         if new.number != 1:
             assert (old.state, old.values, old.user_attrs) == (new.state, new.values, new.user_attrs)
             assert old.intermediate_values == new.intermediate_values
+
+
+def test_sampler_that_fails_ends_that_trial_with_a_traceback_and_pauses_the_sweep_in_the_end(
+    storage: BaseStorage,
+) -> None:
+    """The values of a row of an earlier driver do not belong to this space, nor then can any other's."""
+    journal = MemoryJournal()
+    assert open_ledger(spec(), storage, journal).next_task() is not None
+    other = spec(space={"kappa": {"type": "choice", "values": [0.1, 0.2]}})
+    drive(open_ledger(other, storage, journal))
+    assert states(storage) == [TrialState.FAIL] * 3
+    for row in rows(storage):
+        assert row.user_attrs["failure_class"] == "user_error"
+        assert "Traceback" in row.user_attrs["failure_message"]
+    assert journal.orders.state == "pausing"
+
+
+def test_full_disk_pauses_the_sweep_and_fails_no_trial(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    assert ledger.record(task, report(task, 1))
+    assert not ledger.record(task, failed("disk_full", "OSError: no space left on device"))
+    assert journal.orders.state == "pausing"
+    assert any("no space left on device" in str(detail) for _, detail in journal.events)
+    assert states(storage) == [TrialState.RUNNING]
+    wish(journal, state="running")
+    drive(open_ledger(spec(), storage, journal))
+    assert states(storage) == [TrialState.COMPLETE] * 6

@@ -4,11 +4,11 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -166,7 +166,7 @@ def test_hung_worker_is_ended_and_its_trial_goes_on_elsewhere(
     assert_exactly_the_budget(service, sweep_id)
     assert checkpoints(service, sweep_id) == undisturbed
     assert {trial["attempt"] for trial in service.trials(sweep_id)} == {1, 2}
-    assert any("retry.hang_s" in str(event) for event in events(service, sweep_id))
+    assert any("retry.hang_s" in str(event) for event in service.events(sweep_id))
 
 
 def freeze(sweep_id: str, words: str) -> psutil.Process:
@@ -181,14 +181,6 @@ def freeze(sweep_id: str, words: str) -> psutil.Process:
 
     wait_until(stop, f"{words!r} runs for sweep {sweep_id}")
     return found[0]
-
-
-def events(service: ServiceProcess, sweep_id: str) -> list[dict[str, Any]]:
-    records = Records(open_engine(f"sqlite:///{service.data_dir / 'fraternal.db'}"))
-    try:
-        return [dict(event) for event in records.list_events(sweep_id)]
-    finally:
-        records.engine.dispose()
 
 
 def dump(service: ServiceProcess) -> list[str]:
@@ -316,3 +308,40 @@ def test_damaged_row_of_a_sweep_ends_that_sweep_and_no_other(service: ServicePro
     assert "cannot be read" in listed["state_reason"]
     assert open_trials(service, damaged) == []
     service.delete(damaged)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for little."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounting = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mounting.returncode != 0:
+        pytest.skip(f"a small file system cannot be mounted here: {mounting.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_full_disk_pauses_the_sweep_and_when_there_is_room_again_it_goes_on_to_the_same_end(
+    tmp_path: Path, corpus: Path, undisturbed: dict[int, str], small_disk: Path
+) -> None:
+    with running_service(tmp_path / "data", {"FRATERNAL_STORE_URL": small_disk.as_uri()}) as service:
+        sweep_id = service.submit(small_spec(corpus))
+        service.wait_for_epochs(sweep_id, 2)
+        filler = small_disk / "filler"
+        with suppress(OSError), filler.open("wb") as file:
+            while True:
+                file.write(bytes(4096))
+                file.flush()
+        paused = service.wait_for_state(sweep_id, "paused")
+        assert "no room for a checkpoint" in paused["state_reason"]
+        assert "No space left on device" in paused["state_reason"]
+        assert {trial["state"] for trial in service.trials(sweep_id)} <= {"WAITING", "COMPLETE"}
+        assert [*small_disk.rglob("*.part")] == []
+        filler.unlink()
+        service.ask(sweep_id, "resume")
+        assert service.wait_for_end(sweep_id)["state"] == "succeeded"
+        assert_exactly_the_budget(service, sweep_id)
+        assert checkpoints(service, sweep_id) == undisturbed

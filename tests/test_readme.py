@@ -23,7 +23,7 @@ def walk_through() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the walk-through needs curl: install it")
 def test_the_walk_through_with_curl_works_as_printed(tmp_path: Path) -> None:
-    submit, look, fetch, cancel = walk_through()
+    submit, look, fetch, pause, cancel = walk_through()
     assert USUAL_URL in submit
     write_corpus(tmp_path / "ptb")
     with running_service(tmp_path / "data") as service:
@@ -45,5 +45,7 @@ def test_the_walk_through_with_curl_works_as_printed(tmp_path: Path) -> None:
         assert "model.safetensors" in run(addresses, fetch)
         with tarfile.open(tmp_path / "best.tar") as archive:
             assert "SHA256SUMS" in archive.getnames()
+        run(addresses, pause)
+        assert [event["kind"] for event in service.events(sweep_id)].count("resume_requested") == 1
         run(addresses, cancel)
         assert service.wait_for_end(sweep_id)["state"] == "cancelled"

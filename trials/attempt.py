@@ -1,5 +1,6 @@
 """One attempt at a trial, from its task to its last report. No ray, no database: only checkpoints."""
 
+import errno
 import hashlib
 import math
 import os
@@ -79,8 +80,10 @@ def run_attempt(
         yield _failed("diverged", str(error))
     except (CorpusError, UnsupportedPrecision) as error:
         yield _failed("user_error", str(error))
-    except OSError:  # the store's disk is full, or its network is down
-        yield _failed("infrastructure", traceback.format_exc())
+    except OSError as error:
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        # Otherwise the store's network is down, say.
+        yield _failed("disk_full" if full else "infrastructure", traceback.format_exc())
     except Exception as error:  # a trial's own failure ends that trial and no other
         if is_out_of_memory(error):
             yield _failed("out_of_memory", str(error) or "the process could not allocate any more memory")

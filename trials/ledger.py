@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -263,9 +264,16 @@ class StudyLedger:
             self._trials[trial.number] = trial
             self._created = trial.number + 1
             self._waiting.append(trial.number)
-        task = self._task(self._trials[self._waiting[0]])
+        trial = self._trials[self._waiting[0]]
+        try:
+            task = self._task(trial)
+        except (Fenced, JournalAway, StorageInternalError):
+            raise
+        except Exception:  # whatever is wrong with the values of one trial ends no other
+            self._fail(trial, Failure("user_error", traceback.format_exc()))
+            task = None
         self._waiting.popleft()
-        return task
+        return task if task is not None else self.next_task()
 
     def _task(self, trial: Trial) -> Task:
         arm = self._spec.arm_of(trial.number)
@@ -313,6 +321,13 @@ class StudyLedger:
             self._look_for_limits()
         if report.failure is not None and report.failure.failure_class == "infrastructure":
             self.lost(task, report.failure.message)
+            return False
+        if report.failure is not None and report.failure.failure_class == "disk_full":
+            self._journal.ask_to_pause(
+                "there is no room for a checkpoint: free some, then resume. Trial "
+                f"{task.number}: {report.failure.message.strip()}"
+            )
+            self._park(task)
             return False
         if report.failure is not None:
             self._fail(trial, report.failure)

@@ -202,8 +202,11 @@ class Resources(Wire):
     """Trials at once; by default as many as the machine has room for."""
 
 
-FailureClass = Literal["diverged", "out_of_memory", "infrastructure", "user_error", "timeout", "cancelled"]
-"""Why a trial failed. Where its process dies (infrastructure) or hangs (timeout), it is tried again."""
+FailureClass = Literal[
+    "diverged", "out_of_memory", "infrastructure", "user_error", "timeout", "disk_full", "cancelled"
+]
+"""Why a trial failed. Where its process dies (infrastructure) or hangs (timeout), it is tried again; where
+there is no room for its checkpoint (disk_full), the sweep is paused."""
 
 
 class Retry(Wire):
