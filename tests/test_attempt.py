@@ -4,6 +4,8 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,11 +35,19 @@ EPOCHS = 5
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> PathCorpus:
-    return PathCorpus(path=str(write_corpus(tmp_path_factory.mktemp("corpus"), tokens=300)), valid_tokens=150)
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
 def task(corpus: PathCorpus) -> Task:
+    return small_task(corpus)
+
+
+def small_corpus(folder: Path) -> PathCorpus:
+    return PathCorpus(path=str(write_corpus(folder, tokens=300)), valid_tokens=150)
+
+
+def small_task(corpus: PathCorpus) -> Task:
     """Averaging starts in the middle: the learning rate is too high to get better for long."""
     config = TrialConfig(
         model=AWDLSTMConfig(embedding_size=6, hidden_size=5, layers=2),
@@ -534,3 +544,34 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(trials.attempt, "LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(Training, "_step", slowly)
+
+
+SMALL_ADDRESS_SPACE = """
+import resource, sys
+from dataclasses import replace
+from pathlib import Path
+from models.config import AWDLSTMConfig
+from tests.test_attempt import small_corpus, small_task
+from trials.attempt import run_attempt
+from trials.store import CheckpointStore
+
+folder = Path(sys.argv[1])
+task = small_task(small_corpus(folder))
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, resource.RLIM_INFINITY))
+large = replace(task.config, model=AWDLSTMConfig(embedding_size=1500, hidden_size=3000, layers=2))
+*_, said = run_attempt(replace(task, config=large), CheckpointStore((folder / "store").as_uri()), folder)
+print(said.failure.failure_class, said.failure.message)
+*_, said = run_attempt(task, CheckpointStore((folder / "store").as_uri()), folder)
+print("then", said.failure, said.finished)
+"""
+
+
+def test_trial_that_outgrows_a_real_limit_of_memory_says_so_and_the_next_one_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_ADDRESS_SPACE, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    first, then = done.stdout.splitlines()
+    assert first.startswith("out_of_memory ")
+    assert then == "then None True"
