@@ -1,10 +1,12 @@
 """`python -m service.drive SWEEP GENERATION SCRATCH`: a driver's process. Joins records to trials.driver."""
 
+import os
 import sys
 from pathlib import Path
 
 from optuna.storages import get_storage
 
+from service.launcher import findable
 from service.records import Records, SweepJournal, open_engine
 from service.settings import Settings
 from service.studies import open_storage
@@ -19,6 +21,8 @@ def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> i
     journal = SweepJournal(records, sweep_id, generation)
     try:
         journal.beat()
+        # Also by ourselves: the service may have died before it could, and would never clean up after us.
+        records.set_driver(sweep_id, generation, findable(os.getpid()))
         storage = get_storage(open_storage(settings.resolved_database_url))
         ledger = StudyLedger(spec, sweep_id, storage, journal, CheckpointStore(settings.resolved_store_url))
         drive(

@@ -105,8 +105,9 @@ class LocalLauncher:
                 start_new_session=True,
             )
         self._children[child.pid] = child
+        driver = findable(child.pid)  # while it is sure to be there, if only as a zombie
         _wait_for_mark(child, sweep_id)
-        return {"pid": child.pid, "started": psutil.Process(child.pid).create_time()}
+        return driver
 
     def _environment(self, sweep_id: str) -> dict[str, str]:
         """Settings travel in the environment: a command line would show everyone the database's password."""
@@ -145,6 +146,11 @@ class LocalLauncher:
 
     def _log(self, sweep_id: str) -> Path:
         return self._settings.data_dir.resolve() / "drivers" / f"{sweep_id}.log"
+
+
+def findable(pid: int) -> dict[str, Any]:
+    """What LocalLauncher finds a process by."""
+    return {"pid": pid, "started": psutil.Process(pid).create_time()}
 
 
 def _scratch(sweep_id: str) -> Path:

@@ -1,5 +1,6 @@
 """What a driver settles before any trial runs. Whole drivers run in tests/test_recovery.py."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,9 +13,75 @@ from optuna.storages import InMemoryStorage
 
 import trials.driver
 from models.precision import UnsupportedPrecision
+from service.drive import main
+from service.launcher import findable
+from service.records import Records, migrate, open_engine
+from service.settings import Settings
+from service.studies import open_storage
 from tests.fakes import MemoryJournal, open_ledger, spec
 from trials.driver import drive, require_gpu, room_for
+from trials.ledger import open_study
 from trials.spec import Resources, SweepSpec
+
+
+class Exited(BaseException):
+    """In place of os._exit."""
+
+
+@pytest.mark.parametrize(
+    ("up", "looks", "exit_after"),
+    [
+        pytest.param(True, [True, True, False], 3, id="in the middle of a sweep"),
+        pytest.param(True, [False], 1, id="before it was ever looked at"),
+        pytest.param(False, [False, True, False], 3, id="while it starts"),
+    ],
+)
+def test_a_driver_whose_ray_is_gone_exits(
+    up: bool, looks: list[bool], exit_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself would wait for ever, or for half a minute while it starts."""
+    done, counted = threading.Event(), []
+
+    def exit_with(code: int) -> None:
+        raise Exited(code)
+
+    def look() -> bool:
+        counted.append(looks[len(counted)])
+        return counted[-1]
+
+    class Journal(MemoryJournal):
+        def beat(self) -> None:
+            if len(self.events) == 10:
+                done.set()  # it has overlooked it
+            self.events.append(("beat", {}))
+
+    monkeypatch.setattr(trials.driver, "BEAT_S", 0)
+    monkeypatch.setattr(trials.driver, "_ray_is_alive", look)
+    monkeypatch.setattr(os, "_exit", exit_with)
+    ray_is_up = threading.Event()
+    if up:
+        ray_is_up.set()
+    with pytest.raises(Exited, match="75"):
+        trials.driver._keep_watch(Journal(), ray_is_up, done)
+    assert len(counted) == exit_after
+
+
+def test_a_driver_of_which_nobody_took_note_says_itself_where_it_is(tmp_path: Path) -> None:
+    """So that it is cleaned up after: its service may have died between starting it and writing it down."""
+    settings = Settings(data_dir=tmp_path)
+    records = Records(open_engine(settings.resolved_database_url))
+    migrate(records.engine)
+    asked = spec(budget={"trials": 1})
+    records.claim(records.add_sweep("s1", asked), fruitless=0, epochs_done=0)
+    storage = open_storage(settings.resolved_database_url)
+    study = open_study(asked, "s1", storage)
+    study.tell(study.ask(), 1.0)  # so there is nothing left to run
+    assert main("s1", 1, tmp_path / "scratch", settings) == 0
+    record = records.get_sweep("s1")
+    assert (record.state, record.driver) == ("succeeded", findable(os.getpid()))
+    assert [left.id for left in records.list_left_behind()] == ["s1"]
+    records.engine.dispose()
+    storage.engine.dispose()
 
 
 @pytest.mark.parametrize(

@@ -122,11 +122,14 @@ def room_for(resources: Resources) -> int:
 def _keep_watch(journal: Journal, ray_is_up: threading.Event, done: threading.Event) -> None:
     """Renew the lease; end the process when another driver has the sweep, or when our Ray is gone.
 
-    Without its raylet, fit() would loop for ever.
+    Without its raylet, fit() would loop for ever, and init wait for half a minute.
     """
+    was_alive = False
     while not done.wait(BEAT_S):
-        if ray_is_up.is_set() and not _ray_is_alive() and not done.is_set():
+        is_alive = _ray_is_alive()
+        if (was_alive or ray_is_up.is_set()) and not is_alive and not done.is_set():
             os._exit(EXIT_RAY_DIED)
+        was_alive = is_alive
         try:
             journal.beat()
         except Fenced:
