@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -47,23 +48,37 @@ def small_spec(corpus: Path, **changes: Any) -> dict[str, Any]:
 class ServiceProcess:
     """`fraternal serve` on a free port, over one data directory; can be killed and started again."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, database_url: str | None = None) -> None:
         self.data_dir = data_dir
+        self._database = ["--database-url", database_url] if database_url else []
         self._process: subprocess.Popen[str] | None = None
         self._http = httpx.Client(timeout=30)
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--data-dir", str(self.data_dir)],
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        assert self.try_to_start(), self._log()[-3000:]
+        wait_until(self.is_ready, "the service is ready", self._log)
+
+    def try_to_start(self) -> bool:
+        """Whether it has come to listen: without its database, it ends."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        where = ["--port", "0", "--data-dir", str(self.data_dir), *self._database]
+        with (self.data_dir / "service.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "service.cli", "serve", *where],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
         assert self._process.stdout is not None
         first_line = self._process.stdout.readline()
-        assert "/v1/sweeps" in first_line, first_line
+        if "/v1/sweeps" not in first_line:
+            return False
         self._http.base_url = httpx.URL(first_line.split()[-1].removesuffix("/v1/sweeps"))
-        wait_until(self._is_ready, "the service is ready")
+        return True
+
+    def _log(self) -> str:
+        return (self.data_dir / "service.log").read_text(errors="replace")
 
     @property
     def url(self) -> str:
@@ -74,11 +89,19 @@ class ServiceProcess:
         assert self._process is not None
         return self._process.pid
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         try:
             return self._http.get("/readyz").status_code == 200
         except httpx.TransportError:
             return False
+
+    def has_died(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def strike(self) -> None:
+        """kill -9, and nothing else: whoever keeps it up finds it dead."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
 
     def kill(self) -> None:
         """kill -9."""
@@ -112,8 +135,23 @@ class ServiceProcess:
     def sweep(self, sweep_id: str) -> Any:
         return self.get(f"/v1/sweeps/{sweep_id}")
 
+    def find_sweep(self, sweep_id: str) -> Any:
+        """None where the service cannot say: it is down, or its database is."""
+        try:
+            response = self._http.get(f"/v1/sweeps/{sweep_id}")
+        except httpx.TransportError:
+            return None
+        return response.json() if response.status_code == 200 else None
+
     def trials(self, sweep_id: str) -> list[Any]:
         return list(self.get(f"/v1/sweeps/{sweep_id}/trials")["trials"])
+
+    def curve(self, sweep_id: str, number: int) -> list[Any]:
+        return list(self.get(f"/v1/sweeps/{sweep_id}/trials/{number}")["curve"])
+
+    def checkpoints(self, sweep_id: str) -> dict[int, str]:
+        """SHA-256 of each trial's best checkpoint, by trial number."""
+        return {trial["number"]: trial["checkpoint_sha256"] for trial in self.trials(sweep_id)}
 
     def has_ended(self, sweep_id: str) -> bool:
         return self.sweep(sweep_id)["state"] not in {"queued", "running"}
@@ -134,13 +172,13 @@ class ServiceProcess:
 
     def describe(self) -> str:
         logs = [path.read_text(errors="replace")[-3000:] for path in self.data_dir.glob("drivers/*.log")]
-        return "\n".join([*logs, str(self.get("/v1/sweeps"))])
+        return "\n".join([*logs, self._log()[-3000:], str(self.get("/v1/sweeps"))])
 
 
 @contextmanager
-def running_service(data_dir: Path) -> Iterator[ServiceProcess]:
+def running_service(data_dir: Path, database_url: str | None = None) -> Iterator[ServiceProcess]:
     """A service that leaves nothing behind: its drivers are ended too."""
-    service = ServiceProcess(data_dir)
+    service = ServiceProcess(data_dir, database_url)
     service.start()
     try:
         yield service
@@ -165,20 +203,27 @@ def find_process(sweep_id: str, words: str) -> psutil.Process | None:
 
 def kill_process(sweep_id: str, words: str) -> None:
     """kill -9 a process of a sweep while its command line, a worker's says what it does, has these words."""
+    wait_until(lambda: try_to_kill(sweep_id, words), f"{words!r} runs for sweep {sweep_id}")
 
-    def kill() -> bool:
-        process = find_process(sweep_id, words)
-        if process is None:
-            return False
-        with suppress(psutil.NoSuchProcess):
-            process.suspend()
-            if words in " ".join(process.cmdline()):  # still, and now it cannot change
-                process.kill()
-                return True
-            process.resume()
+
+def try_to_kill(sweep_id: str, words: str) -> bool:
+    """As kill_process, but now or not at all."""
+    process = find_process(sweep_id, words)
+    if process is None:
         return False
+    with suppress(psutil.NoSuchProcess):
+        process.suspend()
+        if words in " ".join(process.cmdline()):  # still, and now it cannot change
+            process.kill()
+            return True
+        process.resume()
+    return False
 
-    wait_until(kill, f"{words!r} runs for sweep {sweep_id}")
+
+def left_of(sweep_id: str) -> list[str]:
+    """What of a sweep's drivers is still there: processes, a folder."""
+    scratch = Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
+    return [*map(str, marked_processes(MARK, sweep_id)), *([str(scratch)] if scratch.exists() else [])]
 
 
 def wait_until(is_so: Callable[[], bool], what: str, describe: Callable[[], str] = str) -> None:

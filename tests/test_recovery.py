@@ -5,7 +5,6 @@ by checkpoint, by SHA-256.
 """
 
 import ipaddress
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.service_process import (
     ServiceProcess,
     find_process,
     kill_process,
+    left_of,
     running_service,
     small_spec,
     wait_until,
@@ -45,11 +45,7 @@ def undisturbed(service: ServiceProcess, corpus: Path) -> dict[int, str]:
     assert service.wait_for_end(sweep_id)["state"] == "succeeded"
     assert_exactly_the_budget(service, sweep_id)
     assert {trial["attempt"] for trial in service.trials(sweep_id)} == {1}
-    return checkpoints(service, sweep_id)
-
-
-def checkpoints(service: ServiceProcess, sweep_id: str) -> dict[int, str]:
-    return {trial["number"]: trial["checkpoint_sha256"] for trial in service.trials(sweep_id)}
+    return service.checkpoints(sweep_id)
 
 
 def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
@@ -58,15 +54,13 @@ def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
     assert [trial["number"] for trial in trials] == list(range(sweep["trials"]["budget"]))
     assert {trial["state"] for trial in trials} == {"COMPLETE"}
     for trial in trials:
-        curve = service.get(f"/v1/sweeps/{sweep_id}/trials/{trial['number']}")["curve"]
+        curve = service.curve(sweep_id, trial["number"])
         assert [epoch["epoch"] for epoch in curve] == [1, 2, 3, 4]
 
 
 def assert_nothing_left(sweep_id: str) -> None:
-    scratch = Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
     wait_until(
-        lambda: not marked_processes(MARK, sweep_id) and not scratch.exists(),
-        f"neither a process nor a folder of sweep {sweep_id} is left",
+        lambda: not left_of(sweep_id), f"nothing of sweep {sweep_id} is left", lambda: str(left_of(sweep_id))
     )
 
 
@@ -95,7 +89,7 @@ def test_sweep_ends_as_if_nothing_had_been_killed(
     assert sweep["driver_generation"] == generations
     assert_exactly_the_budget(service, sweep_id)
     assert {trial["attempt"] for trial in service.trials(sweep_id)} == attempts
-    assert checkpoints(service, sweep_id) == undisturbed
+    assert service.checkpoints(sweep_id) == undisturbed
     assert_nothing_left(sweep_id)
 
 
@@ -110,7 +104,7 @@ def test_sweep_goes_on_and_ends_without_the_api(
     assert service.sweep(sweep_id)["state"] == "succeeded"
     assert service.sweep(sweep_id)["driver_generation"] == 1
     assert_exactly_the_budget(service, sweep_id)
-    assert checkpoints(service, sweep_id) == undisturbed
+    assert service.checkpoints(sweep_id) == undisturbed
 
 
 def test_restarted_api_adopts_a_driver_and_restarts_it_when_it_dies(
@@ -124,7 +118,7 @@ def test_restarted_api_adopts_a_driver_and_restarts_it_when_it_dies(
     kill_process(sweep_id, "service.drive")
     assert service.wait_for_end(sweep_id)["driver_generation"] == 2
     assert_exactly_the_budget(service, sweep_id)
-    assert checkpoints(service, sweep_id) == undisturbed
+    assert service.checkpoints(sweep_id) == undisturbed
     assert_nothing_left(sweep_id)
 
 
