@@ -250,7 +250,7 @@ class Disturbance:
         until = time.monotonic() + most_s
         while not self._has_ended() and time.monotonic() < until and not is_so():
             assert self._seconds() < ROUND_S, f"the sweep has not ended in {ROUND_S:.0f} s"
-            time.sleep(0.1)
+            time.sleep(0.25)
 
     def _has_ended(self) -> bool:
         self._sweep = self._service.find_sweep(self._sweep_id) or self._sweep

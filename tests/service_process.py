@@ -1,5 +1,6 @@
 """The real service as a process, with real drivers and a real Ray below it, for tests that kill things."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import httpx
 import numpy as np
 import psutil
 
-from service.launcher import MARK, marked_processes
+from service.launcher import MARK, end_marked_processes, marked_processes
 
 PATIENCE_S = 120
 
@@ -50,6 +51,8 @@ class ServiceProcess:
 
     def __init__(self, data_dir: Path, database_url: str | None = None) -> None:
         self.data_dir = data_dir
+        self.submitted: list[str] = []
+        """Ids of the sweeps."""
         self._database = ["--database-url", database_url] if database_url else []
         self._process: subprocess.Popen[str] | None = None
         self._http = httpx.Client(timeout=30)
@@ -127,7 +130,8 @@ class ServiceProcess:
     def submit(self, spec: dict[str, Any]) -> str:
         response = self._http.post("/v1/sweeps", json=spec)
         assert response.status_code == 201, response.text
-        return str(response.json()["id"])
+        self.submitted.append(str(response.json()["id"]))
+        return self.submitted[-1]
 
     def cancel(self, sweep_id: str) -> None:
         assert self._http.post(f"/v1/sweeps/{sweep_id}:cancel").status_code == 202
@@ -185,9 +189,9 @@ def running_service(data_dir: Path, database_url: str | None = None) -> Iterator
     finally:
         service.stop()
         service.close()
-        for process in marked_processes("FRATERNAL_DATA_DIR", str(data_dir.resolve())):
-            with suppress(psutil.NoSuchProcess):  # it may be dying anyway
-                process.kill()
+        end_marked_processes("FRATERNAL_DATA_DIR", str(data_dir.resolve()))
+        for sweep_id in service.submitted:
+            shutil.rmtree(scratch_of(sweep_id), ignore_errors=True)
 
 
 def find_process(sweep_id: str, words: str) -> psutil.Process | None:
@@ -220,9 +224,13 @@ def try_to_kill(sweep_id: str, words: str) -> bool:
     return False
 
 
+def scratch_of(sweep_id: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
+
+
 def left_of(sweep_id: str) -> list[str]:
     """What of a sweep's drivers is still there: processes, a folder."""
-    scratch = Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
+    scratch = scratch_of(sweep_id)
     return [*map(str, marked_processes(MARK, sweep_id)), *([str(scratch)] if scratch.exists() else [])]
 
 

@@ -1,9 +1,11 @@
 """What a driver settles before any trial runs. Whole drivers run in tests/test_recovery.py."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,51 +21,39 @@ from service.records import Records, migrate, open_engine
 from service.settings import Settings
 from service.studies import open_storage
 from tests.fakes import MemoryJournal, open_ledger, spec
-from trials.driver import drive, require_gpu, room_for
+from trials.driver import _ray_has_died, drive, require_gpu, room_for
 from trials.ledger import open_study
 from trials.spec import Resources, SweepSpec
 
 
-class Exited(BaseException):
-    """In place of os._exit."""
+@pytest.fixture
+def rays(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Children of ours that have the names of Ray's processes."""
+    started = {}
+    for name in ("raylet", "gcs_server"):
+        shutil.copy("/bin/sleep", tmp_path / name)
+        started[name] = subprocess.Popen([tmp_path / name, "99"])
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
 
 
-@pytest.mark.parametrize(
-    ("up", "looks", "exit_after"),
-    [
-        pytest.param(True, [True, True, False], 3, id="in the middle of a sweep"),
-        pytest.param(True, [False], 1, id="before it was ever looked at"),
-        pytest.param(False, [False, True, False], 3, id="while it starts"),
-    ],
-)
-def test_a_driver_whose_ray_is_gone_exits(
-    up: bool, looks: list[bool], exit_after: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_up", [True, False])
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_process_of_ray_that_dies_is_missed_while_ray_starts_and_afterwards(
+    rays: dict[str, subprocess.Popen[bytes]], name: str, is_up: bool
 ) -> None:
     """Ray itself would wait for ever, or for half a minute while it starts."""
-    done, counted = threading.Event(), []
+    assert not _ray_has_died(is_up)
+    rays[name].kill()
+    os.waitid(os.P_PID, rays[name].pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    assert _ray_has_died(is_up)
 
-    def exit_with(code: int) -> None:
-        raise Exited(code)
 
-    def look() -> bool:
-        counted.append(looks[len(counted)])
-        return counted[-1]
-
-    class Journal(MemoryJournal):
-        def beat(self) -> None:
-            if len(self.events) == 10:
-                done.set()  # it has overlooked it
-            self.events.append(("beat", {}))
-
-    monkeypatch.setattr(trials.driver, "BEAT_S", 0)
-    monkeypatch.setattr(trials.driver, "_ray_is_alive", look)
-    monkeypatch.setattr(os, "_exit", exit_with)
-    ray_is_up = threading.Event()
-    if up:
-        ray_is_up.set()
-    with pytest.raises(Exited, match="75"):
-        trials.driver._keep_watch(Journal(), ray_is_up, done)
-    assert len(counted) == exit_after
+def test_a_ray_that_is_not_there_is_missed_once_it_was() -> None:
+    assert _ray_has_died(is_up=True)
+    assert not _ray_has_died(is_up=False)
 
 
 def test_a_driver_of_which_nobody_took_note_says_itself_where_it_is(tmp_path: Path) -> None:

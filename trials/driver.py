@@ -124,12 +124,9 @@ def _keep_watch(journal: Journal, ray_is_up: threading.Event, done: threading.Ev
 
     Without its raylet, fit() would loop for ever, and init wait for half a minute.
     """
-    was_alive = False
     while not done.wait(BEAT_S):
-        is_alive = _ray_is_alive()
-        if (was_alive or ray_is_up.is_set()) and not is_alive and not done.is_set():
+        if _ray_has_died(ray_is_up.is_set()) and not done.is_set():
             os._exit(EXIT_RAY_DIED)
-        was_alive = is_alive
         try:
             journal.beat()
         except Fenced:
@@ -138,13 +135,15 @@ def _keep_watch(journal: Journal, ray_is_up: threading.Event, done: threading.Ev
             log.exception("the lease could not be renewed")
 
 
-def _ray_is_alive() -> bool:
-    names = {_name(child) for child in psutil.Process().children()}
-    return {"raylet", "gcs_server"} <= names
+def _ray_has_died(is_up: bool) -> bool:
+    """Whether one of its processes has; before it is up, they need not have been started yet."""
+    found = dict(filter(None, map(_name_and_status, psutil.Process().children())))
+    ours = [found.get(name) for name in ("raylet", "gcs_server")]
+    return psutil.STATUS_ZOMBIE in ours or (is_up and None in ours)
 
 
-def _name(process: psutil.Process) -> str | None:
+def _name_and_status(process: psutil.Process) -> tuple[str, str] | None:
     try:
-        return process.name() if process.status() != psutil.STATUS_ZOMBIE else None
+        return process.name(), process.status()
     except psutil.NoSuchProcess:
         return None
