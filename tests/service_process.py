@@ -1,5 +1,6 @@
 """The real service as a process, with real drivers and a real Ray below it, for tests that kill things."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -53,7 +54,10 @@ class ServiceProcess:
         self.data_dir = data_dir
         self.submitted: list[str] = []
         """Ids of the sweeps."""
-        self._database = ["--database-url", database_url] if database_url else []
+        self._environment = {
+            **os.environ,
+            **({"FRATERNAL_DATABASE_URL": database_url} if database_url else {}),
+        }
         self._process: subprocess.Popen[str] | None = None
         self._http = httpx.Client(timeout=30)
 
@@ -64,12 +68,13 @@ class ServiceProcess:
     def try_to_start(self) -> bool:
         """Whether it has come to listen: without its database, it ends."""
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        where = ["--port", "0", "--data-dir", str(self.data_dir), *self._database]
+        where = ["--port", "0", "--data-dir", str(self.data_dir)]
         with (self.data_dir / "service.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "service.cli", "serve", *where],
                 stdout=subprocess.PIPE,
                 stderr=log,
+                env=self._environment,
                 text=True,
                 start_new_session=True,
             )
