@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+N ?= 20
+SEED ?= 1
 
-.PHONY: help sweep serve test test-fast lint bench clean
+.PHONY: help sweep serve test test-fast lint chaos bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -26,6 +28,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+chaos: $(VENV)/.installed-dev ## N=20 SEED=1: sweeps that something dies of every few seconds, counted; about two minutes a round
+	$(BIN)/python -m tests.chaos --rounds $(N) --seed $(SEED)
 
 bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, trials side by side, a sweep's overhead; about an hour
 	$(BIN)/python -m benchmarks.step --configurations small,ptb

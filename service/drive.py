@@ -1,9 +1,11 @@
 """`python -m service.drive SWEEP GENERATION SCRATCH`: a driver's process. Joins records to trials.driver."""
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
 
+from service.launcher import findable
 from service.records import Records, SweepJournal, open_engine
 from service.settings import Settings
 from service.studies import open_fenced_storage, study_to_go_on_with, write_down
@@ -18,11 +20,12 @@ def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> i
     journal = SweepJournal(records, sweep_id, generation)
     try:
         journal.beat()
+        # Also by ourselves: the service may have died before it could, and would never clean up after us.
+        records.set_driver(sweep_id, generation, findable(os.getpid()))
         storage = open_fenced_storage(settings.resolved_database_url, sweep_id, generation)
         study = study_to_go_on_with(records, storage, sweep_id, generation)
         store = CheckpointStore(settings.resolved_store_url)
         ledger = StudyLedger(spec, sweep_id, storage, journal, store, study)
-
         drive(
             ledger,
             journal,

@@ -112,11 +112,12 @@ class LocalLauncher:
                 start_new_session=True,
             )
         self._children[child.pid] = child
+        driver = findable(child.pid)  # while it is sure to be there, if only as a zombie
         _wait_for_mark(child, sweep_id)
-        return _identity(child.pid)
+        return driver
 
     def identity(self) -> dict[str, Any]:
-        return _identity(os.getpid())
+        return findable(os.getpid())
 
     def _environment(self, sweep_id: str) -> dict[str, str]:
         """Settings travel in the environment: a command line would show everyone the database's password."""
@@ -162,14 +163,14 @@ class LocalLauncher:
         return self._settings.data_dir.resolve() / "drivers" / f"{sweep_id}.log"
 
 
+def findable(pid: int) -> dict[str, Any]:
+    """What LocalLauncher finds a process by, and no other that comes to have its number."""
+    return {"host": socket.gethostname(), "pid": pid, "started": psutil.Process(pid).create_time()}
+
+
 def _scratch(sweep_id: str) -> Path:
     """Ray's folder. Short, since Ray keeps sockets in it; named by the sweep, so that it is found."""
     return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
-
-
-def _identity(pid: int) -> dict[str, Any]:
-    """What finds a process again, and no other that comes to have its number."""
-    return {"host": socket.gethostname(), "pid": pid, "started": psutil.Process(pid).create_time()}
 
 
 def _wait_for_mark(child: "subprocess.Popen[bytes]", sweep_id: str) -> None:

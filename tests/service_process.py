@@ -1,6 +1,7 @@
 """The real service as a process, with real drivers and a real Ray below it, for tests that kill things."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import httpx
 import numpy as np
 import psutil
 
-from service.launcher import MARK, marked_processes
+from service.launcher import MARK, end_marked_processes, marked_processes
 from service.lifecycle import TERMINAL_STATES
 from service.records import Records, open_engine
 
@@ -53,23 +54,38 @@ class ServiceProcess:
 
     def __init__(self, data_dir: Path, environment: Mapping[str, str] | None = None) -> None:
         self.data_dir = data_dir
+        self.submitted: list[str] = []
+        """Ids of the sweeps."""
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[str] | None = None
         self._http = httpx.Client(timeout=30)
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--data-dir", str(self.data_dir)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=self._environment,
-            start_new_session=True,
-        )
+        assert self.try_to_start(), self._log()[-3000:]
+        wait_until(self.is_ready, "the service is ready", self._log)
+
+    def try_to_start(self) -> bool:
+        """Whether it has come to listen: without its database, it ends."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        where = ["--port", "0", "--data-dir", str(self.data_dir)]
+        with (self.data_dir / "service.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "service.cli", "serve", *where],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment,
+                text=True,
+                start_new_session=True,
+            )
         assert self._process.stdout is not None
         first_line = self._process.stdout.readline()
-        assert "/v1/sweeps" in first_line, first_line
+        if "/v1/sweeps" not in first_line:
+            return False
         self._http.base_url = httpx.URL(first_line.split()[-1].removesuffix("/v1/sweeps"))
-        wait_until(self._is_ready, "the service is ready")
+        return True
+
+    def _log(self) -> str:
+        return (self.data_dir / "service.log").read_text(errors="replace")
 
     @property
     def url(self) -> str:
@@ -80,11 +96,19 @@ class ServiceProcess:
         assert self._process is not None
         return self._process.pid
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         try:
             return self._http.get("/readyz").status_code == 200
         except httpx.TransportError:
             return False
+
+    def has_died(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def strike(self) -> None:
+        """kill -9, and nothing else: whoever keeps it up finds it dead."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
 
     def kill(self) -> None:
         """kill -9."""
@@ -110,7 +134,8 @@ class ServiceProcess:
     def submit(self, spec: dict[str, Any]) -> str:
         response = self._http.post("/v1/sweeps", json=spec)
         assert response.status_code == 201, response.text
-        return str(response.json()["id"])
+        self.submitted.append(str(response.json()["id"]))
+        return self.submitted[-1]
 
     def ask(self, sweep_id: str, verb: str, body: Any = None) -> None:
         response = self._http.post(f"/v1/sweeps/{sweep_id}:{verb}", json=body)
@@ -144,8 +169,23 @@ class ServiceProcess:
     def sweep(self, sweep_id: str) -> Any:
         return self.get(f"/v1/sweeps/{sweep_id}")
 
+    def find_sweep(self, sweep_id: str) -> Any:
+        """None where the service cannot say: it is down, or its database is."""
+        try:
+            response = self._http.get(f"/v1/sweeps/{sweep_id}")
+        except httpx.TransportError:
+            return None
+        return response.json() if response.status_code == 200 else None
+
     def trials(self, sweep_id: str) -> list[Any]:
         return list(self.get(f"/v1/sweeps/{sweep_id}/trials")["trials"])
+
+    def curve(self, sweep_id: str, number: int) -> list[Any]:
+        return list(self.get(f"/v1/sweeps/{sweep_id}/trials/{number}")["curve"])
+
+    def checkpoints(self, sweep_id: str) -> dict[int, str]:
+        """SHA-256 of each trial's best checkpoint, by trial number."""
+        return {trial["number"]: trial["checkpoint_sha256"] for trial in self.trials(sweep_id)}
 
     def has_ended(self, sweep_id: str) -> bool:
         return self.sweep(sweep_id)["state"] in TERMINAL_STATES
@@ -166,7 +206,7 @@ class ServiceProcess:
 
     def describe(self) -> str:
         logs = [path.read_text(errors="replace")[-3000:] for path in self.data_dir.glob("drivers/*.log")]
-        return "\n".join([*logs, str(self.get("/v1/sweeps"))])
+        return "\n".join([*logs, self._log()[-3000:], str(self.get("/v1/sweeps"))])
 
 
 @contextmanager
@@ -179,13 +219,9 @@ def running_service(data_dir: Path, environment: Mapping[str, str] | None = None
     finally:
         service.stop()
         service.close()
-        for process in marked_processes("FRATERNAL_DATA_DIR", str(data_dir.resolve())):
-            with suppress(psutil.NoSuchProcess):  # it may be dying anyway
-                process.kill()
-
-
-def checkpoints(service: ServiceProcess, sweep_id: str) -> dict[int, str]:
-    return {trial["number"]: trial["checkpoint_sha256"] for trial in service.trials(sweep_id)}
+        end_marked_processes("FRATERNAL_DATA_DIR", str(data_dir.resolve()))
+        for sweep_id in service.submitted:
+            shutil.rmtree(scratch_of(sweep_id), ignore_errors=True)
 
 
 def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
@@ -194,15 +230,13 @@ def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
     assert [trial["number"] for trial in trials] == list(range(sweep["trials"]["budget"]))
     assert {trial["state"] for trial in trials} == {"COMPLETE"}
     for trial in trials:
-        curve = service.get(f"/v1/sweeps/{sweep_id}/trials/{trial['number']}")["curve"]
+        curve = service.curve(sweep_id, trial["number"])
         assert [epoch["epoch"] for epoch in curve] == [1, 2, 3, 4]
 
 
-def assert_nothing_left(service: ServiceProcess, sweep_id: str) -> None:
-    scratch = Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
+def assert_nothing_left(sweep_id: str) -> None:
     wait_until(
-        lambda: not marked_processes(MARK, sweep_id) and not scratch.exists(),
-        f"neither a process nor a folder of sweep {sweep_id} is left",
+        lambda: not left_of(sweep_id), f"nothing of sweep {sweep_id} is left", lambda: str(left_of(sweep_id))
     )
 
 
@@ -219,20 +253,31 @@ def find_process(sweep_id: str, words: str) -> psutil.Process | None:
 
 def kill_process(sweep_id: str, words: str) -> None:
     """kill -9 a process of a sweep while its command line, a worker's says what it does, has these words."""
+    wait_until(lambda: try_to_kill(sweep_id, words), f"{words!r} runs for sweep {sweep_id}")
 
-    def kill() -> bool:
-        process = find_process(sweep_id, words)
-        if process is None:
-            return False
-        with suppress(psutil.NoSuchProcess):
-            process.suspend()
-            if words in " ".join(process.cmdline()):  # still, and now it cannot change
-                process.kill()
-                return True
-            process.resume()
+
+def try_to_kill(sweep_id: str, words: str) -> bool:
+    """As kill_process, but now or not at all."""
+    process = find_process(sweep_id, words)
+    if process is None:
         return False
+    with suppress(psutil.NoSuchProcess):
+        process.suspend()
+        if words in " ".join(process.cmdline()):  # still, and now it cannot change
+            process.kill()
+            return True
+        process.resume()
+    return False
 
-    wait_until(kill, f"{words!r} runs for sweep {sweep_id}")
+
+def scratch_of(sweep_id: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
+
+
+def left_of(sweep_id: str) -> list[str]:
+    """What of a sweep's drivers is still there: processes, a folder."""
+    scratch = scratch_of(sweep_id)
+    return [*map(str, marked_processes(MARK, sweep_id)), *([str(scratch)] if scratch.exists() else [])]
 
 
 def wait_until(is_so: Callable[[], bool], what: str, describe: Callable[[], str] = str) -> None:

@@ -1,8 +1,11 @@
 """What a driver settles before any trial runs. Whole drivers run in tests/test_recovery.py."""
 
+import os
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,63 @@ from optuna.storages import InMemoryStorage
 
 import trials.driver
 from models.precision import UnsupportedPrecision
+from service.drive import main
+from service.launcher import findable
+from service.records import Records, migrate, open_engine
+from service.settings import Settings
+from service.studies import open_storage
 from tests.fakes import MemoryJournal, open_ledger, spec
-from trials.driver import drive, require_gpu, room_for
-from trials.ledger import Orders
+from trials.driver import _ray_has_died, drive, require_gpu, room_for
+from trials.ledger import Orders, open_study
 from trials.spec import Resources, SweepSpec
+
+
+@pytest.fixture
+def rays(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Children of ours that have the names of Ray's processes."""
+    started = {}
+    for name in ("raylet", "gcs_server"):
+        shutil.copy("/bin/sleep", tmp_path / name)
+        started[name] = subprocess.Popen([tmp_path / name, "99"])
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_process_of_ray_that_dies_is_missed_while_ray_starts_and_afterwards(
+    rays: dict[str, subprocess.Popen[bytes]], name: str, is_up: bool
+) -> None:
+    """Ray itself would wait for ever, or for half a minute while it starts."""
+    assert not _ray_has_died(is_up)
+    rays[name].kill()
+    os.waitid(os.P_PID, rays[name].pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    assert _ray_has_died(is_up)
+
+
+def test_a_ray_that_is_not_there_is_missed_once_it_was() -> None:
+    assert _ray_has_died(is_up=True)
+    assert not _ray_has_died(is_up=False)
+
+
+def test_a_driver_of_which_nobody_took_note_says_itself_where_it_is(tmp_path: Path) -> None:
+    """So that it is cleaned up after: its service may have died between starting it and writing it down."""
+    settings = Settings(data_dir=tmp_path)
+    records = Records(open_engine(settings.resolved_database_url))
+    migrate(records.engine)
+    asked = spec(budget={"trials": 1})
+    records.claim(records.add_sweep("s1", asked), fruitless=0, epochs_done=0)
+    storage = open_storage(settings.resolved_database_url)
+    study = open_study(asked, "s1", storage)
+    study.tell(study.ask(), 1.0)  # so there is nothing left to run
+    assert main("s1", 1, tmp_path / "scratch", settings) == 0
+    record = records.get_sweep("s1")
+    assert (record.state, record.driver) == ("succeeded", findable(os.getpid()))
+    assert [left.id for left in records.list_left_behind()] == ["s1"]
+    records.engine.dispose()
+    storage.engine.dispose()
 
 
 @pytest.mark.parametrize(

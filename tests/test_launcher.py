@@ -21,6 +21,7 @@ from service.launcher import (
     LocalLauncher,
     _cpus_have_bf16,
     _scratch,
+    findable,
     marked_processes,
 )
 from service.settings import Settings
@@ -71,11 +72,6 @@ def running(program: str, sweep: str) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def record_of(process: subprocess.Popen[str]) -> dict[str, float]:
-    """What a launcher would have written down of it."""
-    return {"pid": process.pid, "started": psutil.Process(process.pid).create_time()}
-
-
 def test_end_kills_children_in_other_sessions_and_who_ignores_sigterm(
     launcher: LocalLauncher, sweep: str
 ) -> None:
@@ -116,6 +112,14 @@ def test_own_driver_is_alive_until_it_ends(launcher: LocalLauncher, sweep: str) 
     assert not psutil.pid_exists(driver["pid"]), "no zombie is left"
 
 
+def test_driver_that_dies_at_once_is_one_that_is_not_alive(
+    launcher: LocalLauncher, sweep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its mark can be read, or started where there is no memory left."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert not launcher.is_alive(launcher.launch(sweep, 1))
+
+
 def test_a_process_whose_mark_cannot_be_read_at_first_is_ended_all_the_same(
     launcher: LocalLauncher, sweep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +157,7 @@ def wait_until_dead(pid: int) -> None:
 
 def test_another_process_with_a_drivers_pid_is_not_the_driver(launcher: LocalLauncher, sweep: str) -> None:
     with running(SLEEP, sweep) as process:
-        driver = record_of(process)
+        driver = findable(process.pid)
         assert launcher.is_alive(driver)
         assert not launcher.is_alive({**driver, "started": driver["started"] - 60})
 

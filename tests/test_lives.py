@@ -19,7 +19,6 @@ from tests.service_process import (
     ServiceProcess,
     assert_exactly_the_budget,
     assert_nothing_left,
-    checkpoints,
     find_process,
     running_service,
     small_spec,
@@ -46,7 +45,7 @@ def undisturbed(service: ServiceProcess, corpus: Path) -> dict[int, str]:
     """The checkpoints of a sweep that nothing happened to, by trial number."""
     sweep_id = service.submit(small_spec(corpus))
     assert service.wait_for_end(sweep_id)["state"] == "succeeded"
-    return checkpoints(service, sweep_id)
+    return service.checkpoints(sweep_id)
 
 
 def lasts(service: ServiceProcess, sweep_id: str) -> dict[int, float]:
@@ -68,7 +67,7 @@ def test_paused_sweep_holds_fresh_states_and_no_resources_and_goes_on_to_the_sam
     paused_at = time.time()
     service.ask(sweep_id, "pause")
     paused = service.wait_for_state(sweep_id, "paused")
-    assert_nothing_left(service, sweep_id)
+    assert_nothing_left(sweep_id)
     waiting = open_trials(service, sweep_id)
     assert waiting
     assert paused["trials"]["waiting"] == len(waiting)
@@ -78,7 +77,7 @@ def test_paused_sweep_holds_fresh_states_and_no_resources_and_goes_on_to_the_sam
     service.ask(sweep_id, "resume")
     assert service.wait_for_end(sweep_id)["state"] == "succeeded"
     assert_exactly_the_budget(service, sweep_id)
-    assert checkpoints(service, sweep_id) == undisturbed
+    assert service.checkpoints(sweep_id) == undisturbed
     assert {trial["attempt"] for trial in service.trials(sweep_id)} == {1, 2}
     assert lasts(service, sweep_id) == {}
 
@@ -106,11 +105,11 @@ def test_stopped_sweep_is_extended_cancelled_retried_and_deleted(
     trials = service.trials(sweep_id)
     assert [trial["number"] for trial in trials] == list(range(7))
     assert {trial["state"] for trial in trials} == {"COMPLETE"}
-    assert undisturbed.items() <= checkpoints(service, sweep_id).items()
+    assert undisturbed.items() <= service.checkpoints(sweep_id).items()
     service.delete(sweep_id)
     assert not (service.data_dir / "checkpoints" / sweep_id).exists()
     assert not (service.data_dir / "drivers" / f"{sweep_id}.log").exists()
-    assert_nothing_left(service, sweep_id)
+    assert_nothing_left(sweep_id)
 
 
 @pytest.mark.parametrize("limit", ["wall_s", "target", "max_failed"])
@@ -133,7 +132,7 @@ def test_within_ten_seconds_of_a_limit_no_trial_runs_and_all_that_began_have_end
     states = {trial["state"] for trial in trials}
     assert states <= {"COMPLETE", "FAIL"}
     assert ended["state"] == ("succeeded" if "COMPLETE" in states and limit == "target" else "failed")
-    assert_nothing_left(service, sweep_id)
+    assert_nothing_left(sweep_id)
 
 
 def test_trials_that_fail_alike_pause_the_sweep_with_their_traceback(
@@ -164,7 +163,7 @@ def test_hung_worker_is_ended_and_its_trial_goes_on_elsewhere(
     freeze(sweep_id, "ray::ResourceTrainable.train")
     assert service.wait_for_end(sweep_id)["state"] == "succeeded"
     assert_exactly_the_budget(service, sweep_id)
-    assert checkpoints(service, sweep_id) == undisturbed
+    assert service.checkpoints(sweep_id) == undisturbed
     assert {trial["attempt"] for trial in service.trials(sweep_id)} == {1, 2}
     assert any("retry.hang_s" in str(event) for event in service.events(sweep_id))
 
@@ -257,7 +256,7 @@ def test_raylet_or_gcs_that_dies_with_tunes_folder_gone_costs_nothing(
     os.kill(gcs.pid, signal.SIGKILL)
     assert service.wait_for_end(sweep_id)["state"] == "succeeded"
     assert_exactly_the_budget(service, sweep_id)
-    assert checkpoints(service, sweep_id) == undisturbed
+    assert service.checkpoints(sweep_id) == undisturbed
 
 
 def test_driver_waits_while_another_process_holds_the_database(
@@ -272,7 +271,7 @@ def test_driver_waits_while_another_process_holds_the_database(
     sweep = service.wait_for_end(sweep_id)
     assert (sweep["state"], sweep["driver_generation"]) == ("succeeded", 1)
     assert_exactly_the_budget(service, sweep_id)
-    assert checkpoints(service, sweep_id) == undisturbed
+    assert service.checkpoints(sweep_id) == undisturbed
 
 
 def test_damaged_last_checkpoint_costs_time_and_nothing_else(
@@ -289,7 +288,7 @@ def test_damaged_last_checkpoint_costs_time_and_nothing_else(
     service.ask(sweep_id, "resume")
     assert service.wait_for_end(sweep_id)["state"] == "succeeded"
     assert_exactly_the_budget(service, sweep_id)
-    assert checkpoints(service, sweep_id) == undisturbed
+    assert service.checkpoints(sweep_id) == undisturbed
 
 
 def test_damaged_row_of_a_sweep_ends_that_sweep_and_no_other(service: ServiceProcess, corpus: Path) -> None:
@@ -344,4 +343,4 @@ def test_full_disk_pauses_the_sweep_and_when_there_is_room_again_it_goes_on_to_t
         service.ask(sweep_id, "resume")
         assert service.wait_for_end(sweep_id)["state"] == "succeeded"
         assert_exactly_the_budget(service, sweep_id)
-        assert checkpoints(service, sweep_id) == undisturbed
+        assert service.checkpoints(sweep_id) == undisturbed

