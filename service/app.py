@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from http import HTTPStatus
-from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
 from typing import Any, get_args, get_type_hints
 
@@ -33,6 +32,7 @@ from service.retention import collect_orphans
 from service.routes import ROUTERS
 from service.settings import Settings
 from service.sweeps import build_controller
+from service.version import own_version
 
 MAX_BODY_BYTES = 1024 * 1024
 
@@ -60,7 +60,7 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
 
     app = FastAPI(
         title="fraternal",
-        version=_version(),
+        version=own_version(),
         description=DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
@@ -186,10 +186,3 @@ def _with_problem_media_type(description: dict[str, Any]) -> dict[str, Any]:
                 ):
                     content[MEDIA_TYPE] = content.pop("application/json")
     return description
-
-
-def _version() -> str:
-    try:
-        return version("fraternal")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "0"

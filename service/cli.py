@@ -4,7 +4,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,6 +72,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 DataDir = Annotated[
     Path, typer.Option(envvar="FRATERNAL_DATA_DIR", help="Where corpora and checkpoints are kept.")
 ]
+DatabaseUrl = Annotated[
+    str | None, typer.Option(help="SQLAlchemy URL without a password; else set FRATERNAL_DATABASE_URL.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 Overrides = Annotated[
@@ -88,9 +93,7 @@ def serve(
     data_dir: Annotated[
         Path, typer.Option(envvar="FRATERNAL_DATA_DIR", help="Database, checkpoints, logs.")
     ] = DEFAULT_DATA_DIR,
-    database_url: Annotated[
-        str | None, typer.Option(help="SQLAlchemy URL without a password; else set FRATERNAL_DATABASE_URL.")
-    ] = None,
+    database_url: DatabaseUrl = None,
     stop_drivers: Annotated[
         bool,
         typer.Option(
@@ -649,6 +652,68 @@ def _list_tables() -> None:
     for declared in TABLES.values():
         listing.add_row(declared.name, declared.where, declared.compares)
     Console().print(listing)
+
+
+@app.command()
+def backup(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Where the backup goes: one that is not there yet.")
+    ],
+    data_dir: Annotated[
+        Path, typer.Option(envvar="FRATERNAL_DATA_DIR", help="The service's data directory.")
+    ] = DEFAULT_DATA_DIR,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Copy database and checkpoints as they are at one moment, while the service and its sweeps go on.
+
+    Example: `fraternal backup backups/monday`
+    """
+    from service.backup import make_backup
+    from service.revisions import database_errors
+    from service.settings import read_settings
+
+    settings = read_settings(database_url, data_dir=data_dir)
+    with database_errors(), _progress("backing up", "trials") as progress:
+        made = make_backup(settings, folder, progress)
+    for words in made.missing:
+        _complain(f"not in the backup: {words}")
+    print(f"{folder}  sweeps {made.sweeps}, checkpoints {made.checkpoints}, {made.size / 1e6:,.1f} MB")
+
+
+@app.command()
+def restore(
+    folder: Annotated[Path, typer.Argument(metavar="BACKUP", help="A folder that `fraternal backup` made.")],
+    data_dir: Annotated[
+        Path, typer.Option(envvar="FRATERNAL_DATA_DIR", help="The data directory to make.")
+    ] = DEFAULT_DATA_DIR,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Make a data directory from a backup; its sweeps go on, once it is served, from where they were.
+
+    Example: `fraternal restore backups/monday --data-dir restored`
+    """
+    from service.backup import restore_backup
+    from service.revisions import database_errors
+    from service.settings import read_settings
+
+    settings = read_settings(database_url, data_dir=data_dir)
+    with database_errors(), _progress("checking", "files") as progress:
+        made = restore_backup(folder, settings, progress)
+    print(f"{data_dir}  sweeps {made.sweeps}, as of {made.created_at:%Y-%m-%d %H:%M:%S} UTC")
+    print(f"go on with: fraternal serve --data-dir {data_dir}")
+
+
+@contextmanager
+def _progress(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+
+    from service.progress import ProgressDisplay, Snapshot
+
+    began = time.monotonic()
+    with ProgressDisplay(Console(stderr=True)) as display:
+        yield lambda done, total: display.show(
+            Snapshot(title, done, total, unit, (), time.monotonic() - began, None)
+        )
 
 
 # Specs on the command line.

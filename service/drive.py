@@ -5,16 +5,25 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from service.errors import IncompatibleDatabase
 from service.launcher import findable
 from service.records import Records, SweepJournal, open_engine
+from service.revisions import check_schema
 from service.settings import Settings
 from service.studies import open_fenced_storage, study_to_go_on_with, write_down
 from trials.driver import EXIT_FENCED, drive
 from trials.ledger import Fenced, StudyLedger
 from trials.store import CheckpointStore
 
+EXIT_INCOMPATIBLE = 78  # EX_CONFIG
+
 
 def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> int:
+    try:
+        check_schema(settings.resolved_database_url, served=True)
+    except IncompatibleDatabase as error:  # the program was replaced, or the database, while the service runs
+        print(error, file=sys.stderr)
+        return EXIT_INCOMPATIBLE
     records = Records(open_engine(settings.resolved_database_url))
     spec = records.get_sweep(sweep_id).spec
     journal = SweepJournal(records, sweep_id, generation)

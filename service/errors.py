@@ -76,3 +76,7 @@ class InvalidSpec(ServiceError):
 
 class CommandFailed(Exception):
     """A command of the command line cannot go on; the message is for people."""
+
+
+class IncompatibleDatabase(CommandFailed):
+    """The database is of a version that this program must not touch."""

@@ -1,6 +1,7 @@
 """What starts, watches and ends a sweep's driver. A Launcher knows processes, not sweeps' states."""
 
 import contextlib
+import hashlib
 import os
 import re
 import secrets
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import takewhile
@@ -38,7 +40,10 @@ DRIVER_ENVIRONMENT = {
     "TZ": "UTC",  # Optuna stamps trials with naive local time
 }
 MARK = "FRATERNAL_DRIVER_OF"
-"""Environment variable that marks a driver and all that it starts with the sweep's id."""
+"""Environment variable that marks a driver and all that it starts with the sweep's id.
+
+A restored copy has sweeps of the same ids: whose they are, FRATERNAL_DATA_DIR beside it says.
+"""
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 """Of x86 and of ARM, in /proc/cpuinfo."""
 LOG_TAIL_BYTES = 2000
@@ -92,13 +97,14 @@ class LocalLauncher:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._data_dir = settings.data_dir.resolve()
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def capacity(self) -> Capacity:
         return local_capacity()
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
-        scratch = _scratch(sweep_id)
+        scratch = scratch_of(sweep_id, self._data_dir)
         scratch.mkdir(mode=0o700)
         log = self._log(sweep_id)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +128,7 @@ class LocalLauncher:
     def _environment(self, sweep_id: str) -> dict[str, str]:
         """Settings travel in the environment: a command line would show everyone the database's password."""
         settings = {
-            "FRATERNAL_DATA_DIR": str(self._settings.data_dir.resolve()),
+            "FRATERNAL_DATA_DIR": str(self._data_dir),
             "FRATERNAL_DATABASE_URL": self._settings.resolved_database_url,
             "FRATERNAL_STORE_URL": self._settings.resolved_store_url,
             "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray would leave one in the user's home
@@ -143,10 +149,10 @@ class LocalLauncher:
             return False
 
     def end(self, sweep_id: str) -> None:
-        end_marked_processes(MARK, sweep_id)
+        end_marked_processes(MARK, sweep_id, FRATERNAL_DATA_DIR=str(self._data_dir))
         for child in self._children.values():
             child.poll()  # no zombies
-        shutil.rmtree(_scratch(sweep_id), ignore_errors=True)
+        shutil.rmtree(scratch_of(sweep_id, self._data_dir), ignore_errors=True)
 
     def forget(self, sweep_id: str) -> None:
         self._log(sweep_id).unlink(missing_ok=True)
@@ -160,7 +166,7 @@ class LocalLauncher:
             return ""
 
     def _log(self, sweep_id: str) -> Path:
-        return self._settings.data_dir.resolve() / "drivers" / f"{sweep_id}.log"
+        return self._data_dir / "drivers" / f"{sweep_id}.log"
 
 
 def findable(pid: int) -> dict[str, Any]:
@@ -168,9 +174,12 @@ def findable(pid: int) -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": pid, "started": psutil.Process(pid).create_time()}
 
 
-def _scratch(sweep_id: str) -> Path:
-    """Ray's folder. Short, since Ray keeps sockets in it; named by the sweep, so that it is found."""
-    return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}"
+def scratch_of(sweep_id: str, data_dir: Path) -> Path:
+    """Ray's folder. Short, since Ray keeps sockets in it; named by the sweep, so that it is found, and by
+    whose it is: a restored copy has sweeps of the same ids.
+    """
+    whose = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:6]
+    return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}-{whose}"
 
 
 def _wait_for_mark(child: "subprocess.Popen[bytes]", sweep_id: str) -> None:
@@ -178,28 +187,29 @@ def _wait_for_mark(child: "subprocess.Popen[bytes]", sweep_id: str) -> None:
     until = time.monotonic() + 5
     while child.poll() is None and time.monotonic() < until:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if _has_mark(psutil.Process(child.pid), MARK, sweep_id):
+            if _has_marks(psutil.Process(child.pid), {MARK: sweep_id}):
                 return
         time.sleep(0.002)  # an exec takes about as long
 
 
-def marked_processes(mark: str, value: str) -> list[psutil.Process]:
-    """Live processes that have this environment variable, from whatever they descend."""
-    return [process for process in psutil.process_iter() if _has_mark(process, mark, value)]
+def marked_processes(mark: str, value: str, **others: str) -> list[psutil.Process]:
+    """Live processes that have this environment variable, and these others, from whatever they descend."""
+    marks = {mark: value, **others}
+    return [process for process in psutil.process_iter() if _has_marks(process, marks)]
 
 
-def _has_mark(process: psutil.Process, mark: str, value: str) -> bool:
+def _has_marks(process: psutil.Process, marks: Mapping[str, str]) -> bool:
     try:
-        return process.environ().get(mark) == value and process.status() != psutil.STATUS_ZOMBIE
+        return marks.items() <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:  # gone, or somebody else's
         return False
 
 
-def end_marked_processes(mark: str, value: str) -> None:
+def end_marked_processes(mark: str, value: str, **others: str) -> None:
     """Kill them all, and what they may still have started, whose mark cannot be read at once."""
     looks_in_vain = 0
     while looks_in_vain < 2:
-        left = marked_processes(mark, value)
+        left = marked_processes(mark, value, **others)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -532,7 +532,7 @@ def tune_sqlite(engine: Engine) -> None:
         cursor.close()
 
 
-def migrate(engine: Engine) -> None:
+def migrate(engine: Engine, revision: str = "head") -> None:
     """Bring our tables to this version's shape, or change nothing; what is there already keeps its rows."""
     config = alembic.config.Config()
     config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
@@ -540,7 +540,7 @@ def migrate(engine: Engine) -> None:
         if engine.dialect.name == "sqlite":  # Python's module would commit after every CREATE TABLE
             connection.exec_driver_sql("BEGIN IMMEDIATE")
         config.attributes["connection"] = connection
-        alembic.command.upgrade(config, "head")
+        alembic.command.upgrade(config, revision)
 
 
 def now() -> datetime:

@@ -13,14 +13,12 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from pydantic import ValidationError
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from service.app import create_app
 from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import LocalLauncher
-from service.settings import Settings
+from service.revisions import database_errors
+from service.settings import Settings, read_settings
 
 SECONDS_FOR_OPEN_REQUESTS = 5
 
@@ -37,19 +35,13 @@ class _PatientServer(uvicorn.Server):
 
 def serve_until_stopped(**given: Any) -> None:
     """Serve until SIGINT (exit code 130), SIGTERM or SIGHUP (0). Raises CommandFailed if it cannot start."""
-    settings = _settings(**given)
+    settings = read_settings(**given)
     os.environ["TZ"] = "UTC"  # Optuna stamps trials with naive local time
     time.tzset()
     with _sole_user_of(settings.data_dir), _listening(settings) as listener:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        try:
+        with database_errors():
             application = create_app(settings, LocalLauncher(settings))
-        except SQLAlchemyError as error:
-            raise CommandFailed(f"the database cannot be used: {str(error).splitlines()[0]}") from error
-        except ModuleNotFoundError as error:
-            raise CommandFailed(
-                f"this database needs {error.name}; for PostgreSQL: pip install 'fraternal[postgres]'"
-            ) from error
         server = _PatientServer(
             uvicorn.Config(
                 application,
@@ -68,28 +60,6 @@ def serve_until_stopped(**given: Any) -> None:
     print(f"stopped; {drivers}", flush=True)
     if server.told_by == signal.SIGINT:
         raise SystemExit(INTERRUPTED)
-
-
-def _settings(database_url: str | None, **given: Any) -> Settings:
-    if database_url is not None:
-        try:
-            parsed = make_url(database_url)
-        except ArgumentError as error:
-            raise CommandFailed(
-                f"{database_url!r} is no database URL; one is sqlite:////srv/fraternal.db"
-            ) from error
-        if parsed.password is not None:
-            raise CommandFailed(
-                "a password on the command line can be seen by everybody on the machine; "
-                "put the URL into FRATERNAL_DATABASE_URL"
-            )
-        given["database_url"] = database_url
-    try:
-        return Settings(**given)
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "settings"
-        raise CommandFailed(f"{where}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """Settings of the service, from `FRATERNAL_*` environment variables and the command line."""
 
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from service.errors import CommandFailed
 
 
 class Settings(BaseSettings):
@@ -57,3 +60,26 @@ class Settings(BaseSettings):
             return (self.data_dir.resolve() / "checkpoints").as_uri()
         # Workers run in folders of their own: what is relative here is not there.
         return self.store_url if "://" in self.store_url else Path(self.store_url).resolve().as_uri()
+
+
+def read_settings(database_url: str | None, **given: Any) -> Settings:
+    """Settings from the command line over the environment's. Raises CommandFailed."""
+    if database_url is not None:
+        try:
+            parsed = make_url(database_url)
+        except ArgumentError as error:
+            raise CommandFailed(
+                f"{database_url!r} is no database URL; one is sqlite:////srv/fraternal.db"
+            ) from error
+        if parsed.password is not None:
+            raise CommandFailed(
+                "a password on the command line can be seen by everybody on the machine; "
+                "put the URL into FRATERNAL_DATABASE_URL"
+            )
+        given["database_url"] = database_url
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "settings"
+        raise CommandFailed(f"{where}: {first['msg'].removeprefix('Value error, ')}") from error

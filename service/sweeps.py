@@ -23,6 +23,7 @@ from service.lifecycle import TERMINAL_STATES, WISHES, WITH_DRIVER, Verb, legal_
 from service.problems import problems_in
 from service.records import Records, SweepRecord, aware, migrate, open_engine
 from service.resources import placed, problems_with
+from service.revisions import check_schema
 from service.schemas import (
     EpochView,
     Extension,
@@ -278,6 +279,7 @@ def _unreadable(record: SweepRecord) -> str | None:
 def build_controller(settings: Settings, launcher: Launcher) -> SweepController:
     """Open the database and the store, making what is missing."""
     settings.data_dir.mkdir(parents=True, exist_ok=True)
+    check_schema(settings.resolved_database_url)
     engine = open_engine(settings.resolved_database_url)
     migrate(engine)
     storage = get_storage(open_storage(settings.resolved_database_url))

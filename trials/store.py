@@ -120,6 +120,26 @@ class CheckpointStore:
         """The archive, open for reading: undisturbed by a replacement. Raises FileNotFoundError."""
         return cast(BinaryIO, self._files.open(self._path(sweep_id, number, "best.tar"), "rb"))
 
+    def open_all(self, sweep_id: str, number: int) -> Iterator[tuple[str, BinaryIO]]:
+        """Each checkpoint that a trial has, by its path in the store, open for reading: undisturbed by a
+        replacement.
+
+        `best` comes last: of what the `last` before it has seen, it is never behind.
+        """
+        for name in ("last.tar", "best.tar"):
+            path = self._path(sweep_id, number, name)
+            with suppress(FileNotFoundError):
+                yield path.removeprefix(f"{self._root}/"), self._files.open(path, "rb")
+
+    def has_sweep(self, sweep_id: str) -> bool:
+        return bool(self._files.exists(f"{self._root}/{sweep_id}"))
+
+    def put(self, name: str, file: Path) -> None:
+        """Take a checkpoint in under its path in the store, as `open_all` gives it."""
+        path = f"{self._root}/{name}"
+        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._files.put_file(str(file), path)
+
     def best_sha256(self, sweep_id: str, number: int) -> str:
         """SHA-256 of the best checkpoint's file. Raises FileNotFoundError."""
         with self.open_best(sweep_id, number) as file:

@@ -1,0 +1,52 @@
+"""A sweep goes on from a backup that was made while it ran, beside the original. Real processes, real Ray."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.service_process import ServiceProcess, running_service, small_spec, write_corpus
+from tests.test_recovery import assert_exactly_the_budget, assert_nothing_left, checkpoints
+from trials.store import CheckpointStore
+
+pytestmark = pytest.mark.slow
+
+
+def fraternal(*arguments: str) -> str:
+    command = [sys.executable, "-m", "service.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_backup_made_while_a_sweep_runs_goes_on_beside_the_original_and_both_end_the_same(
+    tmp_path: Path,
+) -> None:
+    """The original is the twin: nothing may have disturbed it, neither the backup nor the copy's drivers."""
+    corpus = write_corpus(tmp_path / "corpus")
+    with running_service(tmp_path / "original") as original:
+        sweep_id = original.submit(small_spec(corpus, retry={"checkpoint_every_s": 0.01}))
+        original.wait_for_epochs(sweep_id, 5)
+        fraternal("backup", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "original"))
+        fraternal("restore", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "copy"))
+        with running_service(tmp_path / "copy") as copy:
+            assert copy.sweep(sweep_id)["epochs_done"] >= 5
+            for service, generation in ((original, 1), (copy, 2)):
+                sweep = service.wait_for_end(sweep_id)
+                assert (sweep["state"], sweep["driver_generation"]) == ("succeeded", generation)
+                assert_exactly_the_budget(service, sweep_id)
+            assert {trial["attempt"] for trial in original.trials(sweep_id)} == {1}
+            assert {trial["attempt"] for trial in copy.trials(sweep_id)} == {1, 2}
+            assert checkpoints(copy, sweep_id) == checkpoints(original, sweep_id)
+            for service in (original, copy):
+                assert files(service, sweep_id) == checkpoints(service, sweep_id)
+            assert_nothing_left(sweep_id)
+
+
+def files(service: ServiceProcess, sweep_id: str) -> dict[int, str]:
+    """SHA-256 of the best checkpoints as they lie in the store."""
+    store = CheckpointStore((service.data_dir / "checkpoints").as_uri())
+    return {
+        trial["number"]: store.best_sha256(sweep_id, trial["number"]) for trial in service.trials(sweep_id)
+    }
