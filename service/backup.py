@@ -16,9 +16,17 @@ from typing import BinaryIO
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
-from service.copies import TrialInCopy, copy_database, count_sweeps, has_rows, snapshot, trials_in
+from service.copies import (
+    TrialInCopy,
+    copy_database,
+    count_sweeps,
+    has_rows,
+    open_to_copy,
+    snapshot,
+    trials_in,
+)
 from service.errors import CommandFailed
-from service.records import migrate, now, open_engine
+from service.records import migrate, now
 from service.revisions import OPTUNAS, OURS, check_schema, shown
 from service.settings import Settings
 from service.version import own_version
@@ -66,7 +74,7 @@ def make_backup(settings: Settings, target: Path, progress: Progress) -> Manifes
     """
     _require_empty(target)
     check_schema(settings.resolved_database_url, served=True)
-    engine = open_engine(settings.resolved_database_url)
+    engine = open_to_copy(settings.resolved_database_url)
     store = CheckpointStore(settings.resolved_store_url)
     try:
         with _written_whole(target) as folder, ExitStack() as opened:
@@ -188,7 +196,7 @@ def restore_backup(backup: Path, settings: Settings, progress: Progress) -> Mani
 def _restore_database(copy: Path, path: Path, settings: Settings) -> None:
     """Brought up to date, in the data directory, or in the database that the settings name."""
     shutil.copyfile(copy, path)
-    engine = open_engine(f"sqlite:///{path}")
+    engine = open_to_copy(f"sqlite:///{path}")
     migrate(engine)
     if settings.database_url is not None:
         with snapshot(engine) as connection:

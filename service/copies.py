@@ -3,15 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
 
 from optuna.storages._rdb.models import BaseModel, StudyModel, TrialModel, TrialUserAttributeModel
 from sqlalchemy import Connection, Engine, and_, delete, func, insert, inspect, select, update
 
-from service.records import metadata, migrate, open_engine, sweeps
+from service.records import leases, metadata, migrate, open_engine, sweeps
 from service.studies import open_storage
 
 ROWS_AT_ONCE = 1000
-TABLES = (*BaseModel.metadata.sorted_tables, *metadata.sorted_tables)
+TABLES = [
+    table
+    for table in (*BaseModel.metadata.sorted_tables, *metadata.sorted_tables)
+    if table is not leases  # which say who is at work: in a copy, nobody is
+]
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,15 @@ class TrialInCopy:
     number: int
     finished: bool
     has_best: bool
+
+
+def open_to_copy(url: str) -> Engine:
+    """An engine to which JSON is text: what it does not understand, it copies all the same."""
+    return open_engine(url, json_serializer=_as_text, json_deserializer=_as_text)
+
+
+def _as_text(written: Any) -> Any:
+    return written.decode() if isinstance(written, bytes) else written
 
 
 @contextmanager
@@ -49,7 +64,7 @@ def trials_in(connection: Connection) -> list[TrialInCopy]:
     )
     rows = connection.execute(
         select(sweeps.c.id, TrialModel.number, TrialModel.state, TrialUserAttributeModel.key)
-        .join(StudyModel, StudyModel.study_name == sweeps.c.id)
+        .join(StudyModel, StudyModel.study_name == sweeps.c.study)
         .join(TrialModel, TrialModel.study_id == StudyModel.study_id)
         .outerjoin(TrialUserAttributeModel, best)
         .order_by(sweeps.c.position, TrialModel.number)
@@ -61,14 +76,15 @@ def trials_in(connection: Connection) -> list[TrialInCopy]:
 
 
 def copy_database(source: Connection, url: str) -> None:
-    """All rows into a database that has none; its tables are made where they are missing.
+    """All rows, from an engine of `open_to_copy`, into a database that has none, or not even the tables.
 
-    In the copy nobody is at work: it knows no driver, and the next look at a sweep starts one.
+    In the copy nobody is at work: it knows no driver, the next look at a sweep starts one, and until then the
+    sweep's clock stands still.
     """
     storage = open_storage(url)
     storage.remove_session()
     storage.engine.dispose()
-    engine = open_engine(url)
+    engine = open_to_copy(url)
     migrate(engine)
     with engine.begin() as target:
         for table in TABLES:
@@ -76,12 +92,21 @@ def copy_database(source: Connection, url: str) -> None:
             rows = source.execute(select(table).execution_options(yield_per=ROWS_AT_ONCE)).mappings()
             for some in rows.partitions():
                 target.execute(insert(table), [dict(row) for row in some])
-        held = sweeps.c.driver.is_not(None) | sweeps.c.lease_until.is_not(None)
-        nobody = {"driver": None, "lease_until": None, "epochs_at_launch": -1}  # so it was not fruitless
-        target.execute(update(sweeps).where(held).values(nobody))
+        _put_to_rest(target)
         if target.dialect.name == "postgresql":
             _count_on(target)
     engine.dispose()
+
+
+def _put_to_rest(target: Connection) -> None:
+    held = sweeps.c.driver.is_not(None) | sweeps.c.lease_until.is_not(None)
+    nobody = {"driver": None, "lease_until": None, "epochs_at_launch": -1}  # so it was not fruitless
+    target.execute(update(sweeps).where(held).values(nobody))
+    moment = datetime.now(UTC).replace(tzinfo=None)
+    clocks = select(sweeps.c.id, sweeps.c.ran_s, sweeps.c.running_since)
+    for sweep_id, ran_s, since in target.execute(clocks.where(sweeps.c.running_since.is_not(None))).all():
+        stopped = {"ran_s": ran_s + (moment - since).total_seconds(), "running_since": None}
+        target.execute(update(sweeps).where(sweeps.c.id == sweep_id).values(stopped))
 
 
 def _count_on(target: Connection) -> None:

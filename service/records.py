@@ -499,14 +499,14 @@ def fence_writes(engine: Engine, sweep_id: str, generation: int) -> None:
         connection.info.pop("fenced", None)
 
 
-def open_engine(url: str) -> Engine:
+def open_engine(url: str, **options: Any) -> Engine:
     """An engine for our tables; SQLite in WAL mode with a patient lock."""
     sqlite = make_url(url).get_backend_name() == "sqlite"
     engine = create_engine(
         url,
         connect_args={"timeout": 60} if sqlite else {},
         pool_pre_ping=not sqlite,
-        json_deserializer=_lenient_json,
+        **{"json_deserializer": _lenient_json, **options},
     )
     if sqlite:
         tune_sqlite(engine)

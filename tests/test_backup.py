@@ -5,6 +5,7 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from trials.store import SUMS, CheckpointStore, unpack
 
 OPEN, DONE, FAILED = 0, 1, 2
 """Trials of the sweep s1."""
+STUDY = "s1-2"
+"""Its study, once failed trials were tried again."""
 
 
 class Service:
@@ -47,9 +50,11 @@ class Service:
     def run(self) -> None:
         self.records.claim(self.records.add_sweep("s1", spec()), fruitless=0, epochs_done=0)
         self.records.set_driver("s1", 1, {"pid": os.getpid(), "started": 0.0})
+        self.records.switch_study("s1", 1, STUDY)
+        self.records.hold_lease("controller", {"pid": 1}, timedelta(hours=1), by_force=False)
         self.records.add_sweep("s2", spec(name="κ"))
         self.journal = SweepJournal(self.records, "s1", 1)
-        study = open_study(spec(), "s1", get_storage(self.storage))
+        study = open_study(spec(), STUDY, get_storage(self.storage))
         for number in (OPEN, DONE, FAILED):
             trial = study.ask()
             trial.suggest_float("kappa", 0, 1)
@@ -133,17 +138,30 @@ def test_restored_service_has_every_row_and_file_but_knows_no_driver(
     assert {name for name in before if before[name] != after[name]} == {"fraternal_sweeps"}
     record = restored.records.get_sweep("s1")
     assert (record.driver, record.lease_until, record.generation) == (None, None, 1)
-    assert record.epochs_at_launch != restored.records.count_epochs("s1"), (
-        "its next driver is not one more failure"
-    )
+    assert restored.records.find_lease_holder("controller") is None
+    assert record.epochs_at_launch != restored.records.count_epochs("s1"), "its driver did not fail"
+    assert 0 < record.running_s() == record.ran_s, "its clock stands still"
+    names = ("driver", "lease_until", "epochs_at_launch", "ran_s", "running_since")
     with service.engine.begin() as connection:
-        same = {"driver": None, "lease_until": None, "epochs_at_launch": record.epochs_at_launch}
+        same = {name: getattr(record, name) for name in names}
         connection.execute(update(sweeps).where(sweeps.c.id == "s1").values(same))
     assert service.rows() == after
     kept = {name: held for name, held in contents(service.settings.data_dir).items() if ".db" not in name}
     found = {name: held for name, held in contents(tmp_path / "new").items() if ".db" not in name}
     assert found == kept
     restored.close()
+
+
+def test_row_that_cannot_be_understood_is_copied_as_it_is(small: Service, tmp_path: Path) -> None:
+    with small.engine.begin() as connection:
+        connection.execute(text("""UPDATE fraternal_sweeps SET spec = '{"a": tru' WHERE id = 's2'"""))
+    make_backup(small.settings, tmp_path / "backup", quiet)
+    restore_backup(tmp_path / "backup", Settings(data_dir=tmp_path / "new"), quiet)
+    engine = create_engine(f"sqlite:///{tmp_path / 'new' / DATABASE}")
+    with engine.connect() as connection:
+        written = connection.execute(text("SELECT spec FROM fraternal_sweeps WHERE id = 's2'")).scalar_one()
+    assert written == '{"a": tru'
+    engine.dispose()
 
 
 @pytest.mark.slow
@@ -162,8 +180,8 @@ def test_backup_of_either_database_can_be_restored_to_postgresql_and_goes_on_the
     assert not (tmp_path / "new" / DATABASE).exists()
     restored = Service(settings)
     assert restored.records.get_sweep("s2") == service.records.get_sweep("s2")
-    study = optuna.load_study(study_name="s1", storage=restored.storage)
-    assert study.trials == optuna.load_study(study_name="s1", storage=service.storage).trials
+    study = optuna.load_study(study_name=STUDY, storage=restored.storage)
+    assert study.trials == optuna.load_study(study_name=STUDY, storage=service.storage).trials
     assert study.ask().number == 3, "numbers go on where they were"
     restored.records.add_sweep("s3", spec())
     assert [record.id for record in restored.records.list_sweeps()] == ["s1", "s2", "s3"]
