@@ -26,12 +26,13 @@ def test_backup_made_while_a_sweep_runs_goes_on_beside_the_original_and_both_end
     """The original is the twin: nothing may have disturbed it, neither the backup nor the copy's drivers."""
     corpus = write_corpus(tmp_path / "corpus")
     with running_service(tmp_path / "original") as original:
-        sweep_id = original.submit(small_spec(corpus, retry={"checkpoint_every_s": 0.01}))
-        original.wait_for_epochs(sweep_id, 5)
+        asked = small_spec(corpus, retry={"checkpoint_every_s": 0.01}, budget={"trials": 4})
+        sweep_id = original.submit(asked)
+        original.wait_for_epochs(sweep_id, 3)
         fraternal("backup", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "original"))
         fraternal("restore", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "copy"))
         with running_service(tmp_path / "copy") as copy:
-            assert copy.sweep(sweep_id)["epochs_done"] >= 5
+            assert copy.sweep(sweep_id)["epochs_done"] >= 3
             for service, generation in ((original, 1), (copy, 2)):
                 sweep = service.wait_for_end(sweep_id)
                 assert (sweep["state"], sweep["driver_generation"]) == ("succeeded", generation)
