@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+from sqlalchemy.engine import make_url
 
 from service.settings import Settings
 
@@ -40,10 +41,9 @@ DRIVER_ENVIRONMENT = {
     "TZ": "UTC",  # Optuna stamps trials with naive local time
 }
 MARK = "FRATERNAL_DRIVER_OF"
-"""Environment variable that marks a driver and all that it starts with the sweep's id.
-
-A restored copy has sweeps of the same ids: whose they are, FRATERNAL_DATA_DIR beside it says.
-"""
+"""Environment variable that marks a driver and all that it starts with the sweep's id."""
+OWNER = "FRATERNAL_OWNER"
+"""The mark beside it says whose sweep that is: a database that was restored has sweeps of the same ids."""
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 """Of x86 and of ARM, in /proc/cpuinfo."""
 LOG_TAIL_BYTES = 2000
@@ -98,13 +98,14 @@ class LocalLauncher:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._data_dir = settings.data_dir.resolve()
+        self._owner = owner_of(settings)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def capacity(self) -> Capacity:
         return local_capacity()
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
-        scratch = scratch_of(sweep_id, self._data_dir)
+        scratch = scratch_of(sweep_id, self._owner)
         scratch.mkdir(mode=0o700)
         log = self._log(sweep_id)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +134,7 @@ class LocalLauncher:
             "FRATERNAL_STORE_URL": self._settings.resolved_store_url,
             "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray would leave one in the user's home
         }
-        return {**os.environ, **DRIVER_ENVIRONMENT, **settings, MARK: sweep_id}
+        return {**os.environ, **DRIVER_ENVIRONMENT, **settings, MARK: sweep_id, OWNER: self._owner}
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
         if driver.get("host", socket.gethostname()) != socket.gethostname():
@@ -149,10 +150,10 @@ class LocalLauncher:
             return False
 
     def end(self, sweep_id: str) -> None:
-        end_marked_processes(MARK, sweep_id, FRATERNAL_DATA_DIR=str(self._data_dir))
+        end_marked_processes(MARK, sweep_id, **{OWNER: self._owner})
         for child in self._children.values():
             child.poll()  # no zombies
-        shutil.rmtree(scratch_of(sweep_id, self._data_dir), ignore_errors=True)
+        shutil.rmtree(scratch_of(sweep_id, self._owner), ignore_errors=True)
 
     def forget(self, sweep_id: str) -> None:
         self._log(sweep_id).unlink(missing_ok=True)
@@ -174,12 +175,15 @@ def findable(pid: int) -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": pid, "started": psutil.Process(pid).create_time()}
 
 
-def scratch_of(sweep_id: str, data_dir: Path) -> Path:
-    """Ray's folder. Short, since Ray keeps sockets in it; named by the sweep, so that it is found, and by
-    whose it is: a restored copy has sweeps of the same ids.
-    """
-    whose = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:6]
-    return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}-{whose}"
+def owner_of(settings: Settings) -> str:
+    """Short for the database, which services that share its sweeps share, too."""
+    url = make_url(settings.resolved_database_url).set(password=None)
+    return hashlib.sha256(url.render_as_string().encode()).hexdigest()[:6]
+
+
+def scratch_of(sweep_id: str, owner: str) -> Path:
+    """Ray's folder. Short, since Ray keeps sockets in it; named by sweep and owner, so that it is found."""
+    return Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}-{owner}"
 
 
 def _wait_for_mark(child: "subprocess.Popen[bytes]", sweep_id: str) -> None:

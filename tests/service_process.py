@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import psutil
 
-from service.launcher import MARK, end_marked_processes, marked_processes, scratch_of
+from service.launcher import MARK, end_marked_processes, marked_processes
 from service.lifecycle import TERMINAL_STATES
 from service.records import Records, open_engine
 
@@ -221,7 +221,8 @@ def running_service(data_dir: Path, environment: Mapping[str, str] | None = None
         service.close()
         end_marked_processes("FRATERNAL_DATA_DIR", str(data_dir.resolve()))
         for sweep_id in service.submitted:
-            shutil.rmtree(scratch_of(sweep_id, data_dir.resolve()), ignore_errors=True)
+            for folder in scratches_of(sweep_id):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
@@ -270,10 +271,14 @@ def try_to_kill(sweep_id: str, words: str) -> bool:
     return False
 
 
+def scratches_of(sweep_id: str) -> list[Path]:
+    """Folders of a sweep's drivers, whichever service's."""
+    return list(Path(tempfile.gettempdir()).glob(f"fraternal-{sweep_id}-*"))
+
+
 def left_of(sweep_id: str) -> list[str]:
-    """What of a sweep's drivers is still there: processes, a folder, whichever service's."""
-    folders = Path(tempfile.gettempdir()).glob(f"fraternal-{sweep_id}*")
-    return [*map(str, marked_processes(MARK, sweep_id)), *map(str, folders)]
+    """What of a sweep's drivers is still there: processes, a folder."""
+    return [*map(str, marked_processes(MARK, sweep_id)), *map(str, scratches_of(sweep_id))]
 
 
 def wait_until(is_so: Callable[[], bool], what: str, describe: Callable[[], str] = str) -> None:

@@ -24,6 +24,7 @@ from service.records import Records, SweepJournal, migrate, open_engine, sweeps
 from service.revisions import OURS, VERSION_TABLE
 from service.settings import Settings
 from service.studies import open_storage
+from tests.databases import PostgreSQL
 from tests.fakes import epoch_fields, spec
 from trials.ledger import open_study
 from trials.store import SUMS, CheckpointStore, unpack
@@ -166,14 +167,9 @@ def test_row_that_cannot_be_understood_is_copied_as_it_is(small: Service, tmp_pa
 
 @pytest.mark.slow
 def test_backup_of_either_database_can_be_restored_to_postgresql_and_goes_on_there(
-    service: Service, server: str, tmp_path: Path
+    service: Service, server: PostgreSQL, tmp_path: Path
 ) -> None:
-    name = f"t{secrets.token_hex(5)}"
-    admin = create_engine(server, isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
-    admin.dispose()
-    target = server.replace("/postgres?", f"/{name}?")
+    target = server.create_database()
     make_backup(service.settings, tmp_path / "backup", quiet)
     settings = Settings(data_dir=tmp_path / "new", database_url=target)
     restore_backup(tmp_path / "backup", settings, quiet)
@@ -399,14 +395,11 @@ def test_data_directory_that_is_not_there_is_named_and_not_made(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_neither_backup_nor_output_holds_the_databases_password(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"t{secrets.token_hex(5)}"
-    admin = create_engine(server, isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
-    admin.dispose()
-    url = make_url(server).set(database=name, password="xyzzy-secret").render_as_string(hide_password=False)
+    url = (
+        make_url(server.create_database()).set(password="xyzzy-secret").render_as_string(hide_password=False)
+    )
     monkeypatch.setenv("FRATERNAL_DATABASE_URL", url)
     service = Service(Settings(data_dir=tmp_path / "original"))
     service.run()

@@ -18,10 +18,12 @@ from models.precision import UnsupportedPrecision, require_precision
 from service.launcher import (
     LOG_TAIL_BYTES,
     MARK,
+    OWNER,
     LocalLauncher,
     _cpus_have_bf16,
     findable,
     marked_processes,
+    owner_of,
     scratch_of,
 )
 from service.settings import Settings
@@ -57,7 +59,7 @@ def running(program: str, sweep: str, data_dir: Path) -> Iterator[subprocess.Pop
     """A process of a service's sweep that says a word when it, or its child, sleeps."""
     process = subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**os.environ, MARK: sweep, "FRATERNAL_DATA_DIR": str(data_dir)},
+        env={**os.environ, MARK: sweep, OWNER: owner_of(Settings(data_dir=data_dir))},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -104,16 +106,23 @@ def test_end_leaves_the_same_sweep_of_another_service_alone(
     drivers = [launcher.launch(sweep, 1), other.launch(sweep, 1)]
     launcher.end(sweep)
     assert [psutil.pid_exists(driver["pid"]) for driver in drivers] == [False, True]
-    assert not scratch_of(sweep, tmp_path).exists()
-    assert scratch_of(sweep, tmp_path / "restored").exists()
+    assert not scratch_of(sweep, owner_of(Settings(data_dir=tmp_path))).exists()
+    assert scratch_of(sweep, owner_of(Settings(data_dir=tmp_path / "restored"))).exists()
     other.end(sweep)
     assert not psutil.pid_exists(drivers[1]["pid"])
+
+
+def test_services_of_one_database_are_one_owner_whatever_the_password(tmp_path: Path) -> None:
+    urls = (f"postgresql+psycopg://fraternal{password}@host/name" for password in ("", ":one", ":another"))
+    owners = {owner_of(Settings(data_dir=tmp_path / url[-9:], database_url=url)) for url in urls}
+    assert len(owners) == 1
+    assert owner_of(Settings(data_dir=tmp_path)) not in owners
 
 
 def test_end_removes_the_scratch_folder_and_may_be_repeated(
     launcher: LocalLauncher, sweep: str, tmp_path: Path
 ) -> None:
-    scratch = scratch_of(sweep, tmp_path)
+    scratch = scratch_of(sweep, owner_of(Settings(data_dir=tmp_path)))
     (scratch / "ray" / "session").mkdir(parents=True)
     launcher.end(sweep)
     assert not scratch.exists()
@@ -123,7 +132,7 @@ def test_end_removes_the_scratch_folder_and_may_be_repeated(
 def test_own_driver_is_alive_until_it_ends(launcher: LocalLauncher, sweep: str, tmp_path: Path) -> None:
     driver = launcher.launch(sweep, 1)
     assert launcher.is_alive(driver)
-    assert scratch_of(sweep, tmp_path).stat().st_mode & 0o777 == 0o700
+    assert scratch_of(sweep, owner_of(Settings(data_dir=tmp_path))).stat().st_mode & 0o777 == 0o700
     launcher.end(sweep)
     assert not launcher.is_alive(driver)
     assert not psutil.pid_exists(driver["pid"]), "no zombie is left"
@@ -217,7 +226,7 @@ ray.get(ray.remote(lambda: None).remote())
 print("ready", flush=True)
 sys.stdin.read()
 """
-    scratch = scratch_of(sweep, tmp_path)
+    scratch = scratch_of(sweep, owner_of(Settings(data_dir=tmp_path)))
     scratch.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(scratch)],
@@ -232,7 +241,7 @@ sys.stdin.read()
     assert process.stdout.readline() == "ready\n"
     family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
     assert len(family) > 3
-    marked = marked_processes(MARK, sweep, FRATERNAL_DATA_DIR=str(tmp_path))
+    marked = marked_processes(MARK, sweep, **{OWNER: owner_of(Settings(data_dir=tmp_path))})
     assert family <= {process.pid for process in marked}
     launcher.end(sweep)
     process.wait(5)

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.service_process import ServiceProcess, running_service, small_spec, write_corpus
-from tests.test_recovery import assert_exactly_the_budget, assert_nothing_left, checkpoints
+from tests.service_process import (
+    ServiceProcess,
+    assert_exactly_the_budget,
+    assert_nothing_left,
+    running_service,
+    small_spec,
+    write_corpus,
+)
 from trials.store import CheckpointStore
 
 pytestmark = pytest.mark.slow
@@ -39,9 +45,9 @@ def test_backup_made_while_a_sweep_runs_goes_on_beside_the_original_and_both_end
                 assert_exactly_the_budget(service, sweep_id)
             assert {trial["attempt"] for trial in original.trials(sweep_id)} == {1}
             assert {trial["attempt"] for trial in copy.trials(sweep_id)} == {1, 2}
-            assert checkpoints(copy, sweep_id) == checkpoints(original, sweep_id)
+            assert copy.checkpoints(sweep_id) == original.checkpoints(sweep_id)
             for service in (original, copy):
-                assert files(service, sweep_id) == checkpoints(service, sweep_id)
+                assert files(service, sweep_id) == service.checkpoints(sweep_id)
             assert_nothing_left(sweep_id)
 
 
