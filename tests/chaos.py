@@ -41,6 +41,7 @@ from typing import Any
 
 import psutil
 
+from service.lifecycle import TERMINAL_STATES
 from tests.databases import Database, PostgreSQL, SQLite
 from tests.service_process import (
     ServiceProcess,
@@ -52,7 +53,6 @@ from tests.service_process import (
     wait_until,
     write_corpus,
 )
-from trials.store import LASTS
 
 OPEN = {"RUNNING", "WAITING"}
 EPOCHS = 4
@@ -306,10 +306,9 @@ class Disturbance:
     def _ages(self) -> list[float]:
         """For each trial under way: seconds since it saved what it would go on from."""
         saved: dict[Path, float] = {}
-        for path in (self._service.data_dir / "checkpoints" / self._sweep_id).glob("*/*.tar"):
+        for path in (self._service.data_dir / "checkpoints" / self._sweep_id).glob("*/last.tar"):
             with suppress(FileNotFoundError):  # just now replaced
-                if path.name in LASTS:
-                    saved[path.parent] = max(saved.get(path.parent, 0), path.stat().st_mtime)
+                saved[path.parent] = path.stat().st_mtime
         return [time.time() - at for at in saved.values() if at > self._saves_count_from]
 
 
@@ -346,7 +345,9 @@ def run_round(story: Story, seed: int, folder: Path, spec: dict[str, Any], twin:
     made = PostgreSQL(folder) if story.database == "postgresql" else SQLite(folder / "fraternal.db")
     with (
         closing(made) as database,
-        running_service(folder, {"FRATERNAL_DATABASE_URL": database.url}) as service,
+        running_service(
+            folder, {"FRATERNAL_DATABASE_URL": database.url} if database.url else None
+        ) as service,
     ):
         sweep_id = service.submit(spec)
         began = time.monotonic()
