@@ -177,8 +177,9 @@ def findable(pid: int) -> dict[str, Any]:
 
 def owner_of(settings: Settings) -> str:
     """Short for the database, which services that share its sweeps share, too."""
-    url = make_url(settings.resolved_database_url).set(password=None)
-    return hashlib.sha256(url.render_as_string().encode()).hexdigest()[:6]
+    url = make_url(settings.resolved_database_url)
+    where = (url.get_backend_name(), url.host, url.port, url.database, sorted(url.query.items()))
+    return hashlib.sha256(repr(where).encode()).hexdigest()[:6]
 
 
 def scratch_of(sweep_id: str, owner: str) -> Path:
