@@ -135,21 +135,31 @@ class ProgressDisplay:
 
 
 def follow(
-    client: FraternalClient, sweep_id: str, console: Console, pause: Callable[[float], Any] = time.sleep
+    client: FraternalClient,
+    sweep_id: str,
+    console: Console,
+    pause: Callable[[float], Any] = time.sleep,
+    *,
+    until_paused: bool = False,
 ) -> SweepView:
-    """Show a sweep's progress until it ends; returns how it ended.
+    """Show a sweep's progress until it ends, or is paused; returns how it stands then.
 
     A service that goes away is waited for. Raises ServiceUnreachable if it does not return, or never was.
     """
-    answered_at = -math.inf
+    answered_at, was_paused = -math.inf, False
     with ProgressDisplay(console) as display:
         while True:
             try:
                 sweep = client.get(sweep_id)
                 answered_at = time.monotonic()
                 display.show(of_sweep(sweep))
-                if sweep.state in TERMINAL_STATES:
+                is_paused = sweep.state == "paused"
+                if sweep.state in TERMINAL_STATES or (is_paused and until_paused):
                     return sweep
+                if is_paused and not was_paused:
+                    why = sweep.state_reason or "as was asked for"
+                    console.print(f"paused: {why}\ngo on with: fraternal resume {sweep.id}", markup=False)
+                was_paused = is_paused
             except ServiceUnreachable:
                 if time.monotonic() - answered_at > UNREACHABLE_S:
                     raise

@@ -63,11 +63,14 @@ def _follow_and_report(
     client: FraternalClient, sweep: SweepDetail, signals: Signals, console: Console
 ) -> bool:
     """Whether the sweep succeeded."""
-    ended = follow(client, sweep.id, console, signals.pause)
+    ended = follow(client, sweep.id, console, signals.pause, until_paused=True)
     console.print(
         f"sweep {sweep.id} {ended.state}" + (f": {ended.state_reason}" if ended.state_reason else "")
     )
     console.print(to_rich(build_report(sweep.spec, client.trials(sweep.id))), soft_wrap=True)
+    if ended.state == "paused":  # something is wrong, and once this command is over nobody would resume it
+        client.cancel(sweep.id)
+        _wait_for_the_end(client, sweep.id)
     return ended.state == "succeeded"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from service.client import FraternalClient
+from service.client import ApiError, FraternalClient
 from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import local_capacity
 from service.progress import duration, follow
@@ -169,8 +169,17 @@ def _train(
         _require_text_in_place(began_with)
         for line in kept_as_it_began(validated(body), began_with):
             console.print(line, soft_wrap=True)
+        if found.state == "paused":
+            with suppress(ApiError):  # nothing has failed, or what did would fail again
+                client.ask(sweep_id, "retry-failed", {})
+            client.ask(sweep_id, "resume")
     print_addresses(client, sweep_id, console)
-    follow(client, sweep_id, console, signals.pause)
+    stands = follow(client, sweep_id, console, signals.pause, until_paused=True)
+    if stands.state == "paused":
+        raise CommandFailed(
+            f"the sweep is paused: {stands.state_reason or 'somebody asked for it'}\n"
+            "Mend the cause and give the command again: it goes on, and tries what failed once more."
+        )
     sweep, trials = client.get(sweep_id), tuple(client.trials(sweep_id))
     return Trained(sweep, trials, _curves(client, sweep, trials) if table.curves else ())
 

@@ -125,10 +125,13 @@ def stages(table: Table, arm: str) -> list[tuple[int, int, int]]:
     )
 
 
+LOST = {"failed", "cancelled", "cancelling", "deleting"}
+
+
 def sweep_to_go_on_with(sweeps: Iterable[SweepView], labels: Mapping[str, str]) -> SweepView | None:
     """The newest sweep of exactly these labels that is not lost: running, queued, or already through."""
     return next(
-        (sweep for sweep in sweeps if sweep.labels == labels and sweep.state not in {"failed", "cancelled"}),
+        (sweep for sweep in sweeps if sweep.labels == labels and sweep.state not in LOST),
         None,
     )
 

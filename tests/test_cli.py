@@ -161,8 +161,49 @@ def test_a_sweep_can_be_cancelled_once(url: str, http: httpx.Client) -> None:
     assert (again.exit_code, "cancelled" in again.stderr) == (1, True)
 
 
+def test_a_waiting_sweep_can_be_paused_resumed_and_deleted(url: str, http: httpx.Client) -> None:
+    held = submit(http, name=HELD)
+    wait_for_an_epoch(http, held)
+    sweep_id = submit(http)
+    try:
+        for command, said in (
+            ("pause", "is paused"),
+            ("resume", "is queued"),
+            ("stop", "it cannot stop; legal now: pause, cancel, extend, delete"),
+        ):
+            result = run(command, sweep_id, "--url", url)
+            assert said in result.output
+            assert result.exit_code == (1 if "cannot" in said else 0)
+        kept = CliRunner().invoke(app, ["delete", sweep_id, "--url", url], input="n\n")
+        assert (kept.exit_code, "its 0 trials and their checkpoints?" in kept.output) == (1, True)
+        assert run("delete", sweep_id, "--yes", "--url", url).output == f"sweep {sweep_id} is deleting\n"
+    finally:
+        run("cancel", held, "--url", url)
+        wait_for(http, held, "cancelled")
+
+
+def test_an_ended_sweep_can_be_extended_retried_and_cloned(url: str, http: httpx.Client) -> None:
+    sweep_id = submit(http, budget={"trials": 2}, arms={"wild": {"clip": 13}, "tame": {}})
+    wait_for(http, sweep_id, "succeeded")
+    assert "raises at least one limit" in run("extend", sweep_id, "--url", url).stderr
+    assert run("extend", sweep_id, "--trials", "2", "--url", url).exit_code == 0
+    assert wait_for(http, sweep_id, "succeeded")["trials"]["complete"] == 2
+    refused = run("retry-failed", sweep_id, "--url", url)
+    assert (refused.exit_code, "failures: ['diverged']" in refused.stderr) == (1, True)
+    assert run("retry-failed", sweep_id, "--class", "diverged", "--url", url).exit_code == 0
+    wait_for(http, sweep_id, "succeeded")
+    cloned = run("clone", sweep_id, "--set", "budget.trials=1", "--set", "name=again", "--url", url)
+    assert cloned.exit_code == 0
+    clone = http.get(f"/v1/sweeps/{cloned.stdout.split()[1]}").json()
+    assert (clone["spec"]["name"], clone["trials"]["budget"]) == ("again", 1)
+    wait_for(http, clone["id"], "failed")
+
+
+VERBS = ("watch", "report", "cancel", "fetch", "pause", "resume", "stop", "extend", "retry-failed", "clone")
+
+
 @pytest.mark.parametrize(
-    "command", [["ls"], ["watch", "s1"], ["report", "s1"], ["cancel", "s1"], ["fetch", "s1"]]
+    "command", [["ls"], ["delete", "s1", "--yes"], *([verb, "s1"] for verb in VERBS)], ids=" ".join
 )
 def test_without_a_service_a_command_says_how_to_start_one(command: list[str]) -> None:
     result = run(*command, "--url", f"http://127.0.0.1:{free_port()}")
@@ -308,6 +349,25 @@ def test_a_watcher_waits_for_a_service_that_comes_back(client: FraternalClient, 
 
     with Restarted(client.base_url) as restarted:
         assert follow(restarted, ended, console(), pause=lambda _: None).state == "succeeded"
+
+
+def test_a_watcher_is_told_once_why_a_sweep_is_paused_and_watches_on(
+    client: FraternalClient, ended: str
+) -> None:
+    whole = client.get(ended)
+    paused = whole.model_copy(update={"state": "paused", "state_reason": "3 trials in a row failed alike"})
+    answers = iter([paused, paused, whole])
+
+    class Paused(FraternalClient):
+        def get(self, sweep_id: str) -> Any:
+            return next(answers)
+
+    out = console()
+    with Paused(client.base_url) as service:
+        assert follow(service, ended, out, pause=lambda _: None).state == "succeeded"
+        assert out.export_text().count("failed alike") == 1
+        answers = iter([paused])
+        assert follow(service, ended, out, pause=lambda _: None, until_paused=True).state == "paused"
 
 
 # Progress.
