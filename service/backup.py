@@ -81,12 +81,12 @@ def make_backup(settings: Settings, target: Path, progress: Progress) -> Manifes
             part = _Part(folder)
             with snapshot(engine) as connection:
                 sweeps, trials, moment = count_sweeps(connection), trials_in(connection), now()
-                progress(0, len(trials))
                 pinned = {
                     trial: [(name, opened.enter_context(file)) for name, file in _open(store, trial)]
                     for trial in trials
                     if not trial.finished
                 }
+                progress(0, len(trials))
                 copy_database(connection, f"sqlite:///{folder / DATABASE}")
             part.sign(DATABASE)
             for done, trial in enumerate(trials):
