@@ -812,3 +812,19 @@ def test_full_disk_pauses_the_sweep_and_fails_no_trial(storage: BaseStorage) -> 
     wish(journal, state="running")
     drive(open_ledger(spec(), storage, journal))
     assert states(storage) == [TrialState.COMPLETE] * 6
+
+
+def test_sweep_that_is_paused_before_or_between_trials_is_not_over(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    wish(journal, state="pausing")
+    assert ledger.next_task() is None
+    assert not ledger.done
+    wish(journal, state="running")
+    task = ledger.next_task()
+    assert task is not None
+    for said in reports(task):
+        ledger.record(task, said)
+    wish(journal, state="pausing")
+    assert ledger.next_task() is None
+    assert not ledger.done

@@ -3,7 +3,6 @@
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import pytest
@@ -60,6 +59,9 @@ def test_every_sweep_that_has_not_ended_can_be_got_rid_of(state: State) -> None:
     assert {"cancel", "delete"} & set(legal_requests(state))
 
 
+OFTEN_ASKED = (*REQUESTS, *("pause", "resume", "stop") * 2)
+
+
 class Driver:
     """A driver's process, but for Ray: it takes one report at a time, and can die between any two."""
 
@@ -100,18 +102,19 @@ class SweepsThatLive(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self._folder = TemporaryDirectory()
-        engine = open_engine(f"sqlite:///{Path(self._folder.name) / 'fraternal.db'}")
+        engine = open_engine("sqlite://")
         migrate(engine)
         self.records, self.storage = Records(engine), InMemoryStorage()
         self.launcher, self.store = MemoryLauncher(), CheckpointStore("memory://lifecycle")
         self.controller = SweepController(
-            self.records, self.storage, self.store, self.launcher, Path(self._folder.name)
+            self.records, self.storage, self.store, self.launcher, Path("nowhere")
         )
         self.reconciler = Reconciler(self.records, self.storage, self.store, self.launcher, running_sweeps=1)
         self.drivers: dict[str, Driver] = {}
         self.trials = {"s1": 3, "s2": 2}
         self.deleted: set[str] = set()
+        self.stopped: set[str] = set()
+        """Those that were asked to stop, so that they may end before their budget does."""
         for name, trials in self.trials.items():
             self.records.add_sweep(name, spec(budget={"trials": trials}, training={"epochs": 2}))
 
@@ -122,7 +125,6 @@ class SweepsThatLive(RuleBasedStateMachine):
             self.settle()
         finally:
             self.records.engine.dispose()
-            self._folder.cleanup()
 
     def settle(self) -> None:
         """Whatever has happened: a sweep that is let alone comes to its end, and its budget is exact."""
@@ -149,7 +151,7 @@ class SweepsThatLive(RuleBasedStateMachine):
             return []
         return self.storage.get_all_trials(study)
 
-    @rule(name=st.sampled_from(["s1", "s2"]), verb=st.sampled_from(REQUESTS))
+    @rule(name=st.sampled_from(["s1", "s2"]), verb=st.sampled_from(OFTEN_ASKED))
     def ask(self, name: str, verb: Any) -> None:
         """Legal or not: either the table's move, or a refusal that changes nothing."""
         if name in self.deleted:
@@ -183,6 +185,8 @@ class SweepsThatLive(RuleBasedStateMachine):
                 self.controller.retry_failed(name, RetryRequest())
             case _:
                 self.controller.ask(name, verb)
+        if verb == "stop":
+            self.stopped.add(name)
 
     @rule()
     def look(self) -> None:
@@ -236,6 +240,9 @@ class SweepsThatLive(RuleBasedStateMachine):
                 record.state == "deleting"
             )
             assert (record.running_since is not None) == (record.state in WITH_DRIVER)
+            if record.state in {"succeeded", "failed"} and record.id not in self.stopped:
+                given_up = "drivers in a row" in (record.state_reason or "")
+                assert given_up or len(rows) == self.trials[record.id], record.state_reason
             if record.state in TERMINAL_STATES and record.retry_classes is None:
                 assert not [row for row in rows if row.state == TrialState.RUNNING]
             counts = Counter(
@@ -244,10 +251,10 @@ class SweepsThatLive(RuleBasedStateMachine):
             assert set(counts.values()) <= {1}
 
 
-TestSweepsThatLive = SweepsThatLive.TestCase
+TestSweepsThatLive = pytest.mark.slow(SweepsThatLive.TestCase)
 TestSweepsThatLive.settings = settings(
-    max_examples=25,
-    stateful_step_count=30,
+    max_examples=60,
+    stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

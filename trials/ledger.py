@@ -225,7 +225,8 @@ class StudyLedger:
     @property
     def done(self) -> bool:
         """Whether the sweep has come to its end, not to a pause: no trial is open, and none is to come."""
-        return not self._trials and (self.limit is not None or not self._may_begin_another)
+        used_up = self._orders.state == "stopping" or self._created >= self._orders.budget.trials
+        return not self._trials and (self.limit is not None or used_up)
 
     def heed(self, orders: Orders) -> None:
         """Do what is wished for from now on."""
@@ -236,7 +237,10 @@ class StudyLedger:
 
     def _look_for_limits(self) -> None:
         """Of the budget, by what the trials have come to so far."""
-        rows, budget = self._study.get_trials(deepcopy=False), self._orders.budget
+        budget = self._orders.budget
+        if budget.max_failed is None and budget.target is None:
+            return
+        rows = self._study.get_trials(deepcopy=False)
         failed = [row for row in rows if _has_failed(row)]
         if budget.max_failed is not None and len(failed) > budget.max_failed:
             words = f"budget.max_failed is {budget.max_failed}: {len(failed)} trials have failed"
@@ -264,16 +268,17 @@ class StudyLedger:
             self._trials[trial.number] = trial
             self._created = trial.number + 1
             self._waiting.append(trial.number)
-        trial = self._trials[self._waiting[0]]
+        number = self._waiting[0]
         try:
-            task = self._task(trial)
+            task = self._task(self._trials[number])
         except (Fenced, JournalAway, StorageInternalError):
             raise
         except Exception:  # whatever is wrong with the values of one trial ends no other
-            self._fail(trial, Failure("user_error", traceback.format_exc()))
-            task = None
+            self._waiting.popleft()
+            self._fail(self._trials[number], Failure("user_error", traceback.format_exc()))
+            return self.next_task()
         self._waiting.popleft()
-        return task if task is not None else self.next_task()
+        return task
 
     def _task(self, trial: Trial) -> Task:
         arm = self._spec.arm_of(trial.number)
