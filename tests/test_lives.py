@@ -121,7 +121,7 @@ def test_within_ten_seconds_of_a_limit_no_trial_runs_and_all_that_began_have_end
         corpus,
         arms=arms if limit == "max_failed" else {"fd": arms["fd"]},
         training={"epochs": 400, "batch_size": 4, "bptt": 15},
-        budget={"trials": 50, limit: {"wall_s": 15, "target": 55, "max_failed": 1}[limit]},
+        budget={"trials": 50, limit: {"wall_s": 15, "target": 55, "max_failed": 0}[limit]},
     )
     sweep_id = service.submit(spec)
     ended = service.wait_for_end(sweep_id)
