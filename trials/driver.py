@@ -62,7 +62,12 @@ def _run(ledger: StudyLedger, resources: Resources, store_url: str, data_dir: Pa
     search = StudySearch(
         ledger,
         max_concurrent=resources.max_concurrent or room_for(resources),
-        shared={"store_url": store_url, "data_dir": str(data_dir), "cpus": resources.cpus},
+        shared={
+            "store_url": store_url,
+            "data_dir": str(data_dir),
+            "cpus": resources.cpus,
+            "scratch": str(scratch / "corpora"),
+        },
     )
     tuner = Tuner(
         tune.with_resources(LanguageModelTrial, {"cpu": resources.cpus, "gpu": resources.gpus}),

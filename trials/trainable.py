@@ -35,7 +35,7 @@ class LanguageModelTrial(tune.Trainable):
 
         task: Task = config["task"]
         self._reports: Generator[Report] = run_attempt(
-            task, CheckpointStore(config["store_url"]), Path(config["data_dir"])
+            task, CheckpointStore(config["store_url"]), Path(config["data_dir"]), Path(config["scratch"])
         )
 
     def step(self) -> dict[str, Any]:
