@@ -18,12 +18,16 @@ from typing import Any, Protocol
 import psutil
 
 from service.settings import Settings
+from trials.store import CheckpointStore
 
 DRIVER_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every listener of a local Ray on 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the study remembers, not Tune's folder
+    "TUNE_GLOBAL_CHECKPOINT_S": "inf",  # nor its state, all of it every ten seconds
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a worker removes what Tune made for it to stand in
+    "RAY_task_events_report_interval_ms": "0",  # which Ray's GCS would keep for a dashboard
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "RAY_AIR_NEW_OUTPUT": "0",
     "OMP_NUM_THREADS": "1",  # two OpenMP threads that meet on a core cost up to ten times
@@ -71,7 +75,8 @@ class Launcher(Protocol):
     def is_alive(self, driver: dict[str, Any]) -> bool: ...
 
     def end(self, sweep_id: str) -> None:
-        """Make sure that nothing of any driver of this sweep is left: no process, no folder. Idempotent."""
+        """Make sure that nothing of any driver of this sweep is left: no process, no folder, no file that was
+        being written. Idempotent."""
 
     def log_tail(self, sweep_id: str) -> str:
         """The driver's last words, for people; no NUL, which PostgreSQL would refuse."""
@@ -134,6 +139,7 @@ class LocalLauncher:
         for child in self._children.values():
             child.poll()  # no zombies
         shutil.rmtree(_scratch(sweep_id), ignore_errors=True)
+        CheckpointStore(self._settings.resolved_store_url).discard_unfinished(sweep_id)
 
     def log_tail(self, sweep_id: str) -> str:
         try:

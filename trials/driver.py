@@ -19,7 +19,7 @@ from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tun
 
 from models.config import Precision
 from trials.ledger import Fenced, Journal, StudyLedger
-from trials.search import LedgerScheduler, StudySearch
+from trials.search import LedgerScheduler, NoProgress, StudySearch
 from trials.spec import Resources, SweepSpec
 from trials.trainable import LanguageModelTrial
 
@@ -59,9 +59,9 @@ def drive(
 
 
 def _run(ledger: StudyLedger, resources: Resources, store_url: str, data_dir: Path, scratch: Path) -> None:
+    room = room_for(resources)
     search = StudySearch(
         ledger,
-        max_concurrent=resources.max_concurrent or room_for(resources),
         shared={
             "store_url": store_url,
             "data_dir": str(data_dir),
@@ -73,6 +73,9 @@ def _run(ledger: StudyLedger, resources: Resources, store_url: str, data_dir: Pa
         tune.with_resources(LanguageModelTrial, {"cpu": resources.cpus, "gpu": resources.gpus}),
         tune_config=TuneConfig(
             num_samples=-1,  # the ledger knows when to end
+            # Tune starts as many workers at once; else one after another, and a short trial's end would have
+            # it take the worker that is there, and throw away the one that is being started.
+            max_concurrent_trials=min(resources.max_concurrent or room, room),
             search_alg=search,
             scheduler=LedgerScheduler(ledger, search),
             reuse_actors=True,
@@ -83,6 +86,7 @@ def _run(ledger: StudyLedger, resources: Resources, store_url: str, data_dir: Pa
             storage_path=str(scratch),
             failure_config=FailureConfig(max_failures=0),  # the ledger owns retries
             checkpoint_config=CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
+            callbacks=[NoProgress()],
             verbose=0,
         ),
     )

@@ -33,6 +33,7 @@ class LanguageModelTrial(tune.Trainable):
     def _begin(self, config: dict[str, Any]) -> None:
         from trials.attempt import run_attempt
 
+        Path(self.logdir).rmdir()  # which Tune has just made, and nobody uses
         task: Task = config["task"]
         self._reports: Generator[Report] = run_attempt(
             task, CheckpointStore(config["store_url"]), Path(config["data_dir"]), Path(config["scratch"])
