@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 N ?= 20
 SEED ?= 1
 
-.PHONY: help sweep serve test test-fast lint chaos bench clean
+.PHONY: help sweep serve test test-fast lint chaos leaks bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -38,6 +38,9 @@ bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, tria
 	$(BIN)/python -m benchmarks.step --configurations ptb,wt2 --regularizers fraternal --precisions bf16
 	$(BIN)/python -m benchmarks.packing
 	$(BIN)/python -m benchmarks.overhead
+
+leaks: $(VENV)/.installed-dev ## 2,000 trials of next to nothing through one driver: what grows; about 4 minutes
+	$(BIN)/python -m tests.leaks --trials 2000
 
 # The peer that steps are measured beside, in a folder of its own: it would bring another torch.
 benchmarks/.fastai: benchmarks/fastai-requirements.txt $(VENV)/.installed

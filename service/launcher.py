@@ -22,12 +22,16 @@ import psutil
 from sqlalchemy.engine import make_url
 
 from service.settings import Settings
+from trials.store import CheckpointStore
 
 DRIVER_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every listener of a local Ray on 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the study remembers, not Tune's folder
+    "TUNE_GLOBAL_CHECKPOINT_S": "inf",  # nor its state, all of it every ten seconds
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a worker removes what Tune made for it to stand in
+    "RAY_task_events_report_interval_ms": "0",  # which Ray's GCS would keep for a dashboard
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "RAY_AIR_NEW_OUTPUT": "0",
     "OMP_NUM_THREADS": "1",  # two OpenMP threads that meet on a core cost up to ten times
@@ -80,7 +84,8 @@ class Launcher(Protocol):
         """What this process is known by, as a driver is: `is_alive` tells of either."""
 
     def end(self, sweep_id: str) -> None:
-        """Make sure that nothing of any driver of this sweep is left: no process, no folder. Idempotent."""
+        """Make sure that nothing of any driver of this sweep is left: no process, no folder, no file that was
+        being written. Idempotent."""
 
     def forget(self, sweep_id: str) -> None:
         """Remove what was kept of a sweep's drivers: their logs."""
@@ -154,6 +159,7 @@ class LocalLauncher:
         for child in self._children.values():
             child.poll()  # no zombies
         shutil.rmtree(scratch_of(sweep_id, self._owner), ignore_errors=True)
+        CheckpointStore(self._settings.resolved_store_url).discard_unfinished(sweep_id)
 
     def forget(self, sweep_id: str) -> None:
         self._log(sweep_id).unlink(missing_ok=True)

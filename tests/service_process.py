@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -235,10 +235,36 @@ def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
         assert [epoch["epoch"] for epoch in curve] == [1, 2, 3, 4]
 
 
-def assert_nothing_left(sweep_id: str) -> None:
+def assert_nothing_left(service: ServiceProcess, sweep_id: str) -> None:
     wait_until(
-        lambda: not left_of(sweep_id), f"nothing of sweep {sweep_id} is left", lambda: str(left_of(sweep_id))
+        lambda: not traces(service.data_dir, sweep_id),
+        f"nothing of sweep {sweep_id} is left",
+        lambda: "\n".join(traces(service.data_dir, sweep_id)),
     )
+
+
+def traces(data_dir: Path, sweep_id: str) -> list[str]:
+    """What there still is of a sweep that has ended, besides its records, checkpoints and log."""
+    scratch = f"fraternal-{sweep_id}"
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    return [
+        *(str(process) for process in marked_processes(MARK, sweep_id)),
+        *(line for line in sockets if scratch in line),
+        *(f"{process} holds {file}" for process, file in open_files() if scratch in file),
+        *map(str, Path(tempfile.gettempdir()).glob(f"*{sweep_id}*")),
+        *map(str, data_dir.rglob("*.part")),
+    ]
+
+
+def open_files(processes: Iterable[psutil.Process] | None = None) -> Iterator[tuple[psutil.Process, str]]:
+    """What processes, all of them by default, have open or mapped, or stand in, as the kernel says."""
+    for process in psutil.process_iter() if processes is None else processes:
+        folder = Path(f"/proc/{process.pid}")
+        with suppress(OSError):  # gone, or somebody else's
+            maps = (folder / "maps").read_text().splitlines()
+            mapped = {line.split(maxsplit=5)[5] for line in maps if "/" in line}
+            links = {os.readlink(link) for link in [folder / "cwd", *(folder / "fd").iterdir()]}
+            yield from ((process, file) for file in sorted(mapped | links))
 
 
 def find_process(sweep_id: str, words: str) -> psutil.Process | None:

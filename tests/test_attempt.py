@@ -508,7 +508,9 @@ def test_state_is_saved_at_once_when_a_pause_is_asked_for(
     task: Task, store: CheckpointStore, undisturbed: tuple[list[Report], bytes], tmp_path: Path, slow: None
 ) -> None:
     asked = False
-    running = run_attempt(replace(task, checkpoint_every_s=1e6), store, tmp_path, lambda: asked)
+    running = run_attempt(
+        replace(task, checkpoint_every_s=1e6), store, tmp_path, pause_is_asked=lambda: asked
+    )
     assert next(running) == ALIVE
     assert store.find_last("s1", 0) is None
     asked = True

@@ -30,7 +30,7 @@ from service.launcher import marked_processes
 from service.local import _Interrupts
 from service.progress import ProgressDisplay, Snapshot, duration, follow, of_sweep, of_training
 from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
-from tests.service_process import write_corpus
+from tests.service_process import traces, write_corpus
 from trials.attempt import run_attempt
 from trials.checkpoints import read_best, write_best
 from trials.corpora import EOS, UNK, PathCorpus, Vocabulary
@@ -1143,11 +1143,14 @@ def start_quickstart() -> subprocess.Popen[str]:
 
 
 def left_behind() -> list[str]:
-    """What runs with this test's data directory, or was started by a driver of it."""
+    """What runs with this test's data directory, and what drivers of it started or left."""
+    sweeps = [log.stem for log in Path("quick/drivers").glob("*.log")]
     drivers = marked_processes("FRATERNAL_DATA_DIR", str(Path("quick").resolve()))
     listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    return [str(process) for process in drivers] + [
-        line for line in listing.splitlines() if "--data-dir quick" in line
+    return [
+        *map(str, drivers),
+        *(line for line in listing.splitlines() if "--data-dir quick" in line),
+        *(trace for sweep_id in sweeps for trace in traces(Path("quick"), sweep_id)),
     ]
 
 

@@ -27,6 +27,7 @@ from service.launcher import (
     scratch_of,
 )
 from service.settings import Settings
+from trials.store import CheckpointStore
 
 SLEEP = """
 import signal, time
@@ -127,6 +128,21 @@ def test_end_removes_the_scratch_folder_and_may_be_repeated(
     launcher.end(sweep)
     assert not scratch.exists()
     launcher.end(sweep)
+
+
+def test_end_removes_what_a_killed_worker_was_writing_and_nothing_else(
+    launcher: LocalLauncher, sweep: str, tmp_path: Path
+) -> None:
+    url = Settings(data_dir=tmp_path).resolved_store_url
+    store = CheckpointStore(url)
+    for name in (sweep, "another"):
+        store.save_last(name, 3, {"weights": b"1"})
+        store.save_best(name, 3, {"weights": b"1"})
+        (best,) = tmp_path.rglob(f"{name}/t00003/best.tar")
+        best.with_name("best.tar.part").write_bytes(b"2")
+    launcher.end(sweep)
+    left = [sorted(path.name for path in tmp_path.rglob(f"{name}/t00003/*.*")) for name in (sweep, "another")]
+    assert left == [["best.tar", "last.tar"], ["best.tar", "best.tar.part", "last.tar"]]
 
 
 def test_own_driver_is_alive_until_it_ends(launcher: LocalLauncher, sweep: str, tmp_path: Path) -> None:

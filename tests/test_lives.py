@@ -67,7 +67,7 @@ def test_paused_sweep_holds_fresh_states_and_no_resources_and_goes_on_to_the_sam
     paused_at = time.time()
     service.ask(sweep_id, "pause")
     paused = service.wait_for_state(sweep_id, "paused")
-    assert_nothing_left(sweep_id)
+    assert_nothing_left(service, sweep_id)
     waiting = open_trials(service, sweep_id)
     assert waiting
     assert paused["trials"]["waiting"] == len(waiting)
@@ -109,7 +109,7 @@ def test_stopped_sweep_is_extended_cancelled_retried_and_deleted(
     service.delete(sweep_id)
     assert not (service.data_dir / "checkpoints" / sweep_id).exists()
     assert not (service.data_dir / "drivers" / f"{sweep_id}.log").exists()
-    assert_nothing_left(sweep_id)
+    assert_nothing_left(service, sweep_id)
 
 
 @pytest.mark.parametrize("limit", ["wall_s", "target", "max_failed"])
@@ -132,7 +132,7 @@ def test_within_ten_seconds_of_a_limit_no_trial_runs_and_all_that_began_have_end
     states = {trial["state"] for trial in trials}
     assert states <= {"COMPLETE", "FAIL"}
     assert ended["state"] == ("succeeded" if "COMPLETE" in states and limit == "target" else "failed")
-    assert_nothing_left(sweep_id)
+    assert_nothing_left(service, sweep_id)
 
 
 def test_trials_that_fail_alike_pause_the_sweep_with_their_traceback(

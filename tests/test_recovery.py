@@ -5,6 +5,8 @@ by checkpoint, by SHA-256.
 """
 
 import ipaddress
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tests.service_process import (
     assert_nothing_left,
     find_process,
     kill_process,
+    open_files,
     running_service,
     small_spec,
     wait_until,
@@ -75,7 +78,7 @@ def test_sweep_ends_as_if_nothing_had_been_killed(
     assert_exactly_the_budget(service, sweep_id)
     assert {trial["attempt"] for trial in service.trials(sweep_id)} == attempts
     assert service.checkpoints(sweep_id) == undisturbed
-    assert_nothing_left(sweep_id)
+    assert_nothing_left(service, sweep_id)
 
 
 def test_sweep_goes_on_and_ends_without_the_api(
@@ -104,7 +107,7 @@ def test_restarted_api_adopts_a_driver_and_restarts_it_when_it_dies(
     assert service.wait_for_end(sweep_id)["driver_generation"] == 2
     assert_exactly_the_budget(service, sweep_id)
     assert service.checkpoints(sweep_id) == undisturbed
-    assert_nothing_left(sweep_id)
+    assert_nothing_left(service, sweep_id)
 
 
 def test_cancel_ends_a_running_sweep_and_leaves_nothing(service: ServiceProcess, corpus: Path) -> None:
@@ -116,7 +119,7 @@ def test_cancel_ends_a_running_sweep_and_leaves_nothing(service: ServiceProcess,
     assert sweep["trials"]["running"] == 0
     failures = [trial["failure"] for trial in service.trials(sweep_id) if trial["state"] == "FAIL"]
     assert {failure["failure_class"] for failure in failures} == {"cancelled"}
-    assert_nothing_left(sweep_id)
+    assert_nothing_left(service, sweep_id)
 
 
 def test_diverging_trials_fail_and_the_sweep_goes_on(service: ServiceProcess, corpus: Path) -> None:
@@ -150,6 +153,23 @@ def test_every_socket_of_a_running_sweep_listens_on_loopback(service: ServicePro
     assert len(listening) > 3
     assert [connection for connection in listening if not _is_loopback(connection.laddr.ip)] == []
     service.wait_for_end(sweep_id)
+
+
+def test_a_running_sweep_has_no_temporary_file_that_would_outlive_its_folder(
+    service: ServiceProcess, corpus: Path
+) -> None:
+    """No named shared memory, no session of Ray's in /tmp/ray: what is not made need not be removed."""
+    sweep_id = service.submit(small_spec(corpus, budget={"trials": 2}))
+    service.wait_for_epochs(sweep_id, 1)
+    folders = (tempfile.gettempdir(), "/dev/shm")
+    own = (f"{tempfile.gettempdir()}/fraternal-{sweep_id}/", str(service.data_dir))
+    program = (sys.prefix, str(Path.cwd()))
+    files = {file for _, file in open_files(marked_processes(MARK, sweep_id))}
+    temporary = {file for file in files if file.startswith(folders) and not file.endswith(" (deleted)")}
+    assert [file for file in temporary if file.startswith(own)]
+    assert [file for file in temporary if not file.startswith((*own, *program))] == []
+    service.wait_for_end(sweep_id)
+    assert_nothing_left(service, sweep_id)
 
 
 def _is_loopback(ip: str) -> bool:

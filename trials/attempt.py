@@ -1,7 +1,6 @@
 """One attempt at a trial, from its task to its last report. No ray, no database: only checkpoints."""
 
 import errno
-import hashlib
 import math
 import os
 import platform
@@ -17,7 +16,8 @@ import torch
 
 from models.precision import UnsupportedPrecision
 from trials.checkpoints import BestCheckpoint, pack_state, unpack_state
-from trials.corpora import FILES, Corpus, CorpusError, CorpusSpec, PathCorpus, load_corpus
+from trials.corpora import Corpus, CorpusError, CorpusSpec, load_corpus
+from trials.encoded import load_encoded, text_digests
 from trials.ledger import Failure, Report, Task
 from trials.memory import require_memory
 from trials.spec import FailureClass
@@ -63,9 +63,15 @@ class Timer:
 
 
 def run_attempt(
-    task: Task, store: CheckpointStore, data_dir: Path, pause_is_asked: Callable[[], bool] = lambda: False
+    task: Task,
+    store: CheckpointStore,
+    data_dir: Path,
+    shared: Path | None = None,
+    pause_is_asked: Callable[[], bool] = lambda: False,
 ) -> Generator[Report]:
     """Train a trial to its end, from its `last` checkpoint where there is one, and report every epoch.
+
+    `shared` is a folder in which the processes of this machine keep what one of them has encoded.
 
     In the middle of an epoch, too, `last` is saved now and then, and when a pause is asked for; a report
     without an epoch then says so. One such comes first of all, and others as signs of life.
@@ -75,7 +81,7 @@ def run_attempt(
     """
     try:
         yield ALIVE
-        yield from _train(task, store, data_dir, pause_is_asked)
+        yield from _train(task, store, data_dir, shared, pause_is_asked)
     except Diverged as error:
         yield _failed("diverged", str(error))
     except (CorpusError, UnsupportedPrecision) as error:
@@ -105,9 +111,13 @@ def _says(error: Exception, phrases: Iterable[str]) -> bool:
 
 
 def _train(
-    task: Task, store: CheckpointStore, data_dir: Path, pause_is_asked: Callable[[], bool]
+    task: Task,
+    store: CheckpointStore,
+    data_dir: Path,
+    shared: Path | None,
+    pause_is_asked: Callable[[], bool],
 ) -> Iterator[Report]:
-    corpus = _load_corpus(task.corpus, data_dir, _digests(task.corpus))
+    corpus = _load_corpus(task.corpus, data_dir, text_digests(task.corpus), shared)
     if task.corpus_sha256 not in (None, corpus.sha256):
         raise CorpusError(
             "the text has changed since this sweep began, and its trials would not compare: "
@@ -237,18 +247,8 @@ def _failed(failure_class: FailureClass, message: str) -> Report:
 
 
 @lru_cache(maxsize=2)
-def _load_corpus(corpus: CorpusSpec, data_dir: Path, digests: tuple[str, ...]) -> Corpus:
+def _load_corpus(corpus: CorpusSpec, data_dir: Path, digests: tuple[str, ...], shared: Path | None) -> Corpus:
     """Read a corpus once for all the trials of a worker, as long as its text stays the same."""
-    return load_corpus(corpus, data_dir)
-
-
-def _digests(corpus: CorpusSpec) -> tuple[str, ...]:
-    """SHA-256 of the files that may change between two trials: those of a corpus by name cannot."""
-    if not isinstance(corpus, PathCorpus):
-        return ()
-    try:
-        return tuple(
-            hashlib.sha256((Path(corpus.path) / name).read_bytes()).hexdigest() for name in FILES.values()
-        )
-    except OSError:  # load_corpus says what is wrong with it
-        return ()
+    if shared is None:
+        return load_corpus(corpus, data_dir)
+    return load_encoded(corpus, data_dir, digests, shared)

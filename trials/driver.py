@@ -22,7 +22,7 @@ from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tun
 
 from models.config import Precision
 from trials.ledger import Fenced, Journal, StudyLedger
-from trials.search import LedgerScheduler, StudySearch
+from trials.search import LedgerScheduler, NoProgress, StudySearch
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.trainable import LanguageModelTrial
@@ -54,6 +54,7 @@ def drive(
         "store_url": store_url,
         "data_dir": str(data_dir),
         "cpus": spec.resources.cpus,
+        "scratch": str(scratch / "corpora"),
         "driver": name,
     }
     search = StudySearch(ledger, shared)
@@ -66,7 +67,6 @@ def drive(
                 require_gpu(spec)
             start_ray(scratch)
             watch.ray_is_up.set()
-            search.max_concurrent = spec.resources.max_concurrent or room_for(spec.resources)
             _run(ledger, search, spec.resources, scratch)
         finally:
             watch.done.set()  # from here on Ray may go
@@ -98,10 +98,14 @@ class PauseSwitch:
 
 
 def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch: Path) -> None:
+    room = room_for(resources)
     tuner = Tuner(
         tune.with_resources(LanguageModelTrial, {"cpu": resources.cpus, "gpu": resources.gpus}),
         tune_config=TuneConfig(
             num_samples=-1,  # the ledger knows when to end
+            # Tune starts as many workers at once; else one after another, and a short trial's end would have
+            # it take the worker that is there, and throw away the one that is being started.
+            max_concurrent_trials=min(resources.max_concurrent or room, room),
             search_alg=search,
             scheduler=LedgerScheduler(ledger, search),
             reuse_actors=True,
@@ -112,6 +116,7 @@ def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch
             storage_path=str(scratch),
             failure_config=FailureConfig(max_failures=0),  # the ledger owns retries
             checkpoint_config=CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
+            callbacks=[NoProgress()],
             verbose=0,
         ),
     )

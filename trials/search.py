@@ -1,6 +1,7 @@
 """The ledger behind Ray Tune's two public faces: a Searcher hands out tasks, a scheduler takes reports."""
 
 import os
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -8,6 +9,7 @@ from typing import Any
 
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
+from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
@@ -15,13 +17,12 @@ from trials.ledger import Report, StudyLedger, Task
 
 
 class StudySearch(Searcher):
-    """Suggests the ledger's tasks, never more than `max_concurrent` at once, and tells it of lost workers."""
+    """Suggests the ledger's tasks, and tells it of lost workers."""
 
     def __init__(self, ledger: StudyLedger, shared: dict[str, Any]) -> None:
         """`shared` goes to the workers with every task."""
         super().__init__()
         self._ledger = ledger
-        self.max_concurrent = 1
         self._shared = shared
         self.tasks: dict[str, Task] = {}
         """Open tasks by Tune's trial id."""
@@ -31,8 +32,6 @@ class StudySearch(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         """The next task, None to be asked again, or FINISHED, which Tune's own annotation forgets."""
-        if len(self.tasks) >= self.max_concurrent:
-            return None
         task = self._ledger.next_task()
         if task is not None:
             self.tasks[trial_id] = task
@@ -92,5 +91,34 @@ class LedgerScheduler(FIFOScheduler):
         goes_on = self._ledger.record(self._search.tasks[trial.trial_id], report)
         return TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP
 
+    def on_trial_complete(
+        self, tune_controller: TuneController, trial: Trial, result: dict[str, Any]
+    ) -> None:
+        _forget_finished(tune_controller)
+
+    def on_trial_error(self, tune_controller: TuneController, trial: Trial) -> None:
+        _forget_finished(tune_controller)
+
     def __getstate__(self) -> dict[str, Any]:
         return {}
+
+
+class NoProgress(TrialProgressCallback):
+    """In place of Tune's own, which keeps every trial so as to print nothing of it."""
+
+    def on_trial_complete(self, *arguments: Any, **named: Any) -> None: ...
+
+    def log_result(self, *arguments: Any, **named: Any) -> None: ...
+
+
+def _forget_finished(controller: TuneController) -> None:
+    """Take the trials that have ended before this one out of Tune, which has no way for it.
+
+    It would keep all that was ever said of them, and a folder of each, and look at every one in every step.
+    """
+    for trial in [trial for trial in controller._trials if trial.status in (Trial.TERMINATED, Trial.ERROR)]:
+        controller._trials.remove(trial)
+        controller._trial_metadata.pop(trial.trial_id, None)
+        for kept in (controller._stopped_trials, controller._failed_trials, controller._trials_to_cache):
+            kept.discard(trial)
+        shutil.rmtree(str(trial.local_path), ignore_errors=True)

@@ -22,6 +22,10 @@ SUMS = "SHA256SUMS"
 QUARANTINE = "quarantine"
 
 
+PART = ".part"
+"""Ends the name of a file that is being written."""
+
+
 class CorruptCheckpoint(Exception):
     """The file is no checkpoint, or is not what was written."""
 
@@ -106,6 +110,12 @@ class CheckpointStore:
     def _pause(self, sweep_id: str, driver: str) -> str:
         return f"{self._root}/{sweep_id}/pause-{driver}"
 
+    def discard_unfinished(self, sweep_id: str) -> None:
+        """Remove what workers of a sweep were writing when they were killed; none may be alive."""
+        if self._is_local:
+            for part in Path(self._root, sweep_id).glob(f"*/*{PART}"):
+                part.unlink(missing_ok=True)
+
     def save_best(self, sweep_id: str, number: int, files: Mapping[str, bytes]) -> str:
         """Replace the trial's best checkpoint; returns its SHA-256."""
         archive = pack(files)
@@ -145,11 +155,15 @@ class CheckpointStore:
         with self.open_best(sweep_id, number) as file:
             return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
+    @property
+    def _is_local(self) -> bool:
+        return "file" in _protocols(self._files)
+
     def _path(self, sweep_id: str, number: int, name: str) -> str:
         return f"{self._root}/{sweep_id}/t{number:05d}/{name}"
 
     def _write(self, path: str, content: bytes) -> None:
-        if "file" in _protocols(self._files):
+        if self._is_local:
             write_whole(Path(path), content)
         else:  # object stores replace objects whole
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -159,7 +173,7 @@ class CheckpointStore:
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file so that a crash at any moment leaves the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + PART)
     try:
         with part.open("wb") as file:
             file.write(content)

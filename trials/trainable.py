@@ -34,11 +34,13 @@ class LanguageModelTrial(tune.Trainable):
     def _begin(self, config: dict[str, Any]) -> None:
         from trials.attempt import run_attempt
 
+        Path(self.logdir).rmdir()  # which Tune has just made, and nobody uses
         task, store = config["task"], CheckpointStore(config["store_url"])
         self._reports: Generator[Report] = run_attempt(
             task,
             store,
             Path(config["data_dir"]),
+            Path(config["scratch"]),
             partial(store.pause_is_asked, task.sweep_id, config["driver"]),
         )
 

@@ -1,0 +1,96 @@
+"""A corpus encoded once a machine: who needs it first writes its ids down, and all map them. No torch.
+
+An entry is a file of the ids of all splits, one after another, and an archive that says the rest and their
+digest; it is written last, so an entry that a crash cut short is none.
+"""
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from trials.corpora import FILES, SPLITS, Corpus, CorpusSpec, PathCorpus, Vocabulary, load_corpus
+from trials.store import CorruptCheckpoint, pack, unpack, write_whole
+
+
+def load_encoded(corpus: CorpusSpec, root: Path, digests: tuple[str, ...], folder: Path) -> Corpus:
+    """What `load_corpus` returns, with ids that are mapped from `folder`, read-only, wherever it has them.
+
+    `digests` are the text's, as it is now. Processes that ask at once wait for the one that encodes. Raises
+    CorpusError.
+    """
+    key = hashlib.sha256(json.dumps([corpus.model_dump(mode="json"), digests]).encode()).hexdigest()
+    entry = folder / key[:16]
+    if (found := _find(entry, digests)) is not None:
+        return found
+    with _locked(entry.with_suffix(".lock")):
+        if (found := _find(entry, digests)) is not None:  # by now
+            return found
+        loaded = load_corpus(corpus, root)
+        with suppress(OSError):  # where it cannot be kept, it is not shared
+            _write(entry, loaded)
+        return _find(entry, digests) or loaded
+
+
+def text_digests(corpus: CorpusSpec) -> tuple[str, ...]:
+    """SHA-256 of the files that may change between two trials: those of a corpus by name cannot."""
+    if not isinstance(corpus, PathCorpus):
+        return ()
+    try:
+        return tuple(_sha256(Path(corpus.path) / name) for name in FILES.values())
+    except OSError:  # load_corpus says what is wrong with it
+        return ()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _find(entry: Path, digests: tuple[str, ...]) -> Corpus | None:
+    """An entry that is whole, and of this text."""
+    try:
+        files = unpack(entry.with_suffix(".tar").read_bytes(), f"{entry}.tar")
+        ids = np.memmap(entry.with_suffix(".ids"), np.int32, "r")
+    except (OSError, ValueError, CorruptCheckpoint):  # not there, or not what was written
+        return None
+    written = json.loads(files["corpus.json"])
+    if hashlib.sha256(ids.data).hexdigest() != written["ids_sha256"]:
+        return None
+    if digests and digests != tuple(written["sha256"].values()):  # it changed while it was read
+        return None
+    train, valid, test = np.split(ids, np.cumsum(written["sizes"])[:-1])
+    return Corpus(
+        vocabulary=Vocabulary(tuple(written["vocabulary"])),
+        train=train,
+        valid=valid,
+        test=test,
+        unk_counts=written["unk_counts"],
+        sha256=written["sha256"],
+    )
+
+
+def _write(entry: Path, corpus: Corpus) -> None:
+    ids = np.concatenate([corpus.ids(split) for split in SPLITS])
+    described = {
+        "vocabulary": corpus.vocabulary.tokens,
+        "sizes": [len(corpus.ids(split)) for split in SPLITS],
+        "unk_counts": dict(corpus.unk_counts),
+        "sha256": dict(corpus.sha256),
+        "ids_sha256": hashlib.sha256(ids.data).hexdigest(),
+    }
+    write_whole(entry.with_suffix(".ids"), ids.tobytes())
+    write_whole(entry.with_suffix(".tar"), pack({"corpus.json": json.dumps(described).encode()}))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among the processes of this machine; the kernel frees the lock of one that dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
