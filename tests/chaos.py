@@ -16,8 +16,8 @@ duplicates   trials or epochs that are recorded twice, or missing
 budget       whether exactly as many trials ended as were asked for, none failed, and the sweep succeeded
 weights      whether each trial has the twin's validation losses, and its `best` checkpoint by SHA-256, as
              recorded and as it lies in the store
-redone       seconds of training lost: whenever something was killed that ends workers, how long ago the
-             trials under way had saved what they go on from (for a worker's own death the longest of these)
+redone       seconds of training lost, at most: whenever something was killed that ends workers, how long ago
+             the trials under way had saved what they go on from (for a worker, the longest of these)
 
 Exits with 1 if anything is not as promised, and keeps that round's folder.
 """
@@ -223,7 +223,8 @@ class Disturbance:
         self._sweep_id = sweep_id
         self._story = story
         self._began = time.monotonic()
-        self._saves_count_from = time.time()
+        self._lost_at: dict[Path, float] = {}
+        """When a trial's training was last cut off, by its folder in the store."""
         self._away: dict[str, threading.Timer] = {}
         self._sweep: dict[str, Any] = {"state": "queued", "epochs_done": 0}
         self._fruitless, self._epochs_then = 0, 0
@@ -268,14 +269,17 @@ class Disturbance:
         self._story.deaths.append(death.of)
         print(f"  {self._seconds():6.1f} s  {death.of}{away}", flush=True)
         if death.of == "worker":
-            self._story.redone_s += max(ages, default=0)
+            self._lose(dict(sorted(ages.items(), key=lambda item: item[1])[-1:]))
         elif death.of != "API":
-            self._story.redone_s += sum(ages)
-            self._saves_count_from = time.time()
+            self._lose(ages)
             epochs_now = self._sweep["epochs_done"]
             self._fruitless = self._fruitless + 1 if epochs_now == self._epochs_then else 1
             self._epochs_then = epochs_now
         return True
+
+    def _lose(self, ages: dict[Path, float]) -> None:
+        self._story.redone_s += sum(ages.values())
+        self._lost_at |= dict.fromkeys(ages, time.time())
 
     def _is_struck(self, death: Death) -> bool:
         if death.of in WORDS:
@@ -303,14 +307,14 @@ class Disturbance:
         self._away[death.of] = threading.Timer(death.away_s, back)
         self._away[death.of].start()
 
-    def _ages(self) -> list[float]:
+    def _ages(self) -> dict[Path, float]:
         """For each trial under way: seconds since it saved what it would go on from."""
         saved: dict[Path, float] = {}
         for path in (self._service.data_dir / "checkpoints" / self._sweep_id).glob("*/*.tar"):
             with suppress(FileNotFoundError):  # just now replaced
                 if path.name in LASTS:
                     saved[path.parent] = max(saved.get(path.parent, 0), path.stat().st_mtime)
-        return [time.time() - at for at in saved.values() if at > self._saves_count_from]
+        return {folder: time.time() - at for folder, at in saved.items() if at > self._lost_at.get(folder, 0)}
 
 
 def _wake(process: psutil.Process) -> None:
@@ -398,7 +402,7 @@ def run(
 
 def to_markdown(stories: Sequence[Story]) -> str:
     columns = "round database deaths drivers attempts seconds zombies duplicates budget weights redone"
-    lines = [" | ".join(["", *columns.split(), ""]).strip(), "|---|---|" + "---:|" * 9]
+    lines = [" | ".join(["", *columns.split(), ""]).strip(), "|---:|---|---|" + "---:|" * 8]
     for story in stories:
         verdict, counts = story.verdict, Counter(story.deaths)
         dead = ", ".join(f"{count} {of}" for of, count in sorted(counts.items()))
@@ -427,7 +431,7 @@ def summary(stories: Sequence[Story]) -> str:
         f"duplicates {sum(len(story.verdict.duplicates) for story in stories)}, "
         f"budget exact {sum(not story.verdict.budget for story in stories)}/{rounds}, "
         f"weights bit-identical {sum(not story.verdict.weights for story in stories)}/{rounds}, "
-        f"{sum(story.redone_s for story in stories):.1f} s of work redone"
+        f"{sum(story.redone_s for story in stories):.1f} s of work redone at most"
     )
 
 

@@ -133,8 +133,8 @@ def test_sqlite_that_was_taken_away_takes_no_write_until_it_is_given_back(
 
 @pytest.mark.slow
 def test_two_disturbed_sweeps_end_as_if_nothing_had_died(capsys: pytest.CaptureFixture[str]) -> None:
-    """`make chaos` with N=2: the first over SQLite, the second over PostgreSQL."""
-    assert main(["--rounds", "2"]) == 0, capsys.readouterr().out
+    """A short `make chaos` with N=2: the first over SQLite, the second over PostgreSQL."""
+    assert main(["--rounds", "2", "--trials", "6"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
     assert "zombies 0, duplicates 0, budget exact 2/2, weights bit-identical 2/2" in said
     assert "| 2 | postgresql |" in said
