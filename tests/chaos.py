@@ -16,8 +16,9 @@ duplicates   trials or epochs that are recorded twice, or missing
 budget       whether exactly as many trials ended as were asked for, none failed, and the sweep succeeded
 weights      whether each trial has the twin's validation losses, and its `best` checkpoint by SHA-256, as
              recorded and as it lies in the store
-redone       seconds of training lost: whenever something was killed that ends workers, how long ago the
-             trials under way had saved what they go on from (for a worker's own death the longest of these)
+redone       seconds of training lost, at most: whenever something but the API was killed, how long ago each
+             trial under way had saved what it goes on from; of these, for each trial, the longest ones, as
+             many as it had attempts beyond its first
 
 Exits with 1 if anything is not as promised, and keeps that round's folder.
 """
@@ -207,11 +208,19 @@ class Story:
     number: int
     database: str
     deaths: list[str] = field(default_factory=list)
-    redone_s: float = 0.0
+    ages: dict[int, list[float]] = field(default_factory=dict)
+    """By trial: at each death, seconds since it had saved what it would go on from."""
+    attempts: dict[int, int] = field(default_factory=dict)
+    """By trial: how many it took."""
     seconds: float = 0.0
     drivers: int = 0
-    attempts: int = 0
     verdict: Verdict = field(default_factory=lambda: Verdict([], [], ["it did not end"], ["it did not end"]))
+
+    @property
+    def redone_s(self) -> float:
+        """At most so much was trained again: nothing that ended in no new attempt was."""
+        again = {number: attempts - 1 for number, attempts in self.attempts.items() if attempts > 1}
+        return sum(sum(sorted(self.ages.get(number, []))[-count:]) for number, count in again.items())
 
 
 class Disturbance:
@@ -223,7 +232,8 @@ class Disturbance:
         self._sweep_id = sweep_id
         self._story = story
         self._began = time.monotonic()
-        self._saves_count_from = time.time()
+        self._cut_at: dict[int, float] = {}
+        """When the training of a trial may have been cut off last."""
         self._away: dict[str, threading.Timer] = {}
         self._sweep: dict[str, Any] = {"state": "queued", "epochs_done": 0}
         self._fruitless, self._epochs_then = 0, 0
@@ -267,11 +277,11 @@ class Disturbance:
         away = f" for {death.away_s:.1f} s" if death.of in {"API", "database", "frozen driver"} else ""
         self._story.deaths.append(death.of)
         print(f"  {self._seconds():6.1f} s  {death.of}{away}", flush=True)
-        if death.of == "worker":
-            self._story.redone_s += max(ages, default=0)
-        elif death.of != "API":
-            self._story.redone_s += sum(ages)
-            self._saves_count_from = time.time()
+        if death.of != "API":
+            for number, age in ages.items():
+                self._story.ages.setdefault(number, []).append(age)
+                self._cut_at[number] = time.time()
+        if death.of not in {"API", "worker"}:
             epochs_now = self._sweep["epochs_done"]
             self._fruitless = self._fruitless + 1 if epochs_now == self._epochs_then else 1
             self._epochs_then = epochs_now
@@ -303,13 +313,14 @@ class Disturbance:
         self._away[death.of] = threading.Timer(death.away_s, back)
         self._away[death.of].start()
 
-    def _ages(self) -> list[float]:
-        """For each trial under way: seconds since it saved what it would go on from."""
-        saved: dict[Path, float] = {}
-        for path in (self._service.data_dir / "checkpoints" / self._sweep_id).glob("*/last.tar"):
+    def _ages(self) -> dict[int, float]:
+        """For each trial that trained since the last death: seconds since it saved what it goes on from."""
+        saved: dict[int, float] = {}
+        for path in (self._service.data_dir / "checkpoints" / self._sweep_id).glob("t*/last.tar"):
+            number = int(path.parent.name[1:])
             with suppress(FileNotFoundError):  # just now replaced
-                saved[path.parent] = path.stat().st_mtime
-        return [time.time() - at for at in saved.values() if at > self._saves_count_from]
+                saved[number] = path.stat().st_mtime
+        return {number: time.time() - at for number, at in saved.items() if at > self._cut_at.get(number, 0)}
 
 
 def _wake(process: psutil.Process) -> None:
@@ -359,7 +370,7 @@ def run_round(story: Story, seed: int, folder: Path, spec: dict[str, Any], twin:
             wait_until(lambda: not left_of(sweep_id), "nothing is left")
         outcome = look_at(service, sweep_id)
         story.drivers = outcome.sweep["driver_generation"]
-        story.attempts = sum(trial["attempt"] for trial in outcome.trials)
+        story.attempts = {trial["number"]: trial["attempt"] for trial in outcome.trials}
         story.verdict = judge(outcome, twin)
 
 
@@ -402,7 +413,7 @@ def run(
 
 def to_markdown(stories: Sequence[Story]) -> str:
     columns = "round database deaths drivers attempts seconds zombies duplicates budget weights redone"
-    lines = [" | ".join(["", *columns.split(), ""]).strip(), "|---|---|" + "---:|" * 9]
+    lines = [" | ".join(["", *columns.split(), ""]).strip(), "|---:|---|---|" + "---:|" * 8]
     for story in stories:
         verdict, counts = story.verdict, Counter(story.deaths)
         dead = ", ".join(f"{count} {of}" for of, count in sorted(counts.items()))
@@ -411,7 +422,7 @@ def to_markdown(stories: Sequence[Story]) -> str:
             story.database,
             dead or "none",
             story.drivers,
-            story.attempts,
+            sum(story.attempts.values()),
             f"{story.seconds:.0f}",
             len(verdict.zombies),
             len(verdict.duplicates),
@@ -431,7 +442,7 @@ def summary(stories: Sequence[Story]) -> str:
         f"duplicates {sum(len(story.verdict.duplicates) for story in stories)}, "
         f"budget exact {sum(not story.verdict.budget for story in stories)}/{rounds}, "
         f"weights bit-identical {sum(not story.verdict.weights for story in stories)}/{rounds}, "
-        f"{sum(story.redone_s for story in stories):.1f} s of work redone"
+        f"{sum(story.redone_s for story in stories):.1f} s of work redone at most"
     )
 
 

@@ -66,6 +66,8 @@ class ServiceProcess:
 
     def try_to_start(self) -> bool:
         """Whether it has come to listen: without its database, it ends."""
+        if self._process is not None:
+            self._process.communicate()
         self.data_dir.mkdir(parents=True, exist_ok=True)
         where = ["--port", "0", "--data-dir", str(self.data_dir)]
         with (self.data_dir / "service.log").open("ab") as log:

@@ -109,6 +109,11 @@ def test_a_round_that_does_not_end_counts_against_budget_and_weights() -> None:
     assert "| 1 | sqlite | none |" in to_markdown([Story(1, "sqlite")])
 
 
+def test_only_what_a_trial_began_again_after_counts_as_redone() -> None:
+    ages = {0: [3.0, 1.0, 2.0], 1: [9.0], 2: [0.5]}
+    assert Story(1, "sqlite", ages=ages, attempts={0: 3, 1: 1, 2: 4, 3: 2}).redone_s == 3.0 + 2.0 + 0.5
+
+
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[SQLite]:
     with closing(SQLite(tmp_path / "fraternal.db")) as one:
@@ -133,8 +138,8 @@ def test_sqlite_that_was_taken_away_takes_no_write_until_it_is_given_back(
 
 @pytest.mark.slow
 def test_two_disturbed_sweeps_end_as_if_nothing_had_died(capsys: pytest.CaptureFixture[str]) -> None:
-    """`make chaos` with N=2: the first over SQLite, the second over PostgreSQL."""
-    assert main(["--rounds", "2"]) == 0, capsys.readouterr().out
+    """A short `make chaos`: one over SQLite, one over PostgreSQL; with this seed most things die soon."""
+    assert main(["--rounds", "2", "--trials", "6", "--seed", "345"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
     assert "zombies 0, duplicates 0, budget exact 2/2, weights bit-identical 2/2" in said
     assert "| 2 | postgresql |" in said
