@@ -15,7 +15,8 @@ import httpx
 import numpy as np
 import psutil
 
-from service.launcher import MARK, marked_processes
+from service.launcher import MARK, LocalLauncher, marked_processes
+from service.settings import Settings
 
 PATIENCE_S = 120
 
@@ -152,6 +153,8 @@ def running_service(data_dir: Path) -> Iterator[ServiceProcess]:
         for process in marked_processes("FRATERNAL_DATA_DIR", str(data_dir.resolve())):
             with suppress(psutil.NoSuchProcess):  # it may be dying anyway
                 process.kill()
+        for log in data_dir.glob("drivers/*.log"):  # a service would remove them when it starts again
+            LocalLauncher(Settings(data_dir=data_dir)).end(log.stem)
 
 
 def traces(data_dir: Path, sweep_id: str) -> list[str]:
