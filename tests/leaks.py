@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from service.launcher import MARK, marked_processes
-from tests.service_process import ServiceProcess, running_service, write_corpus
+from tests.service_process import ServiceProcess, running_service, traces, wait_until, write_corpus
 
 WARM_UP = 200
 """Trials after which all is loaded, cached and pooled."""
@@ -79,7 +79,7 @@ def look(service: ServiceProcess, sweep_id: str) -> dict[str, float]:
             found[f"{role}, files"] += process.num_fds()
             found[f"{role}, threads"] += process.num_threads()
             found[f"{role}, CPU-s"] += sum(process.cpu_times()[:2])
-    files = list((Path(tempfile.gettempdir()) / f"fraternal-{sweep_id}").rglob("*"))
+    files = list(Path(tempfile.gettempdir()).glob(f"fraternal-{sweep_id}*/**/*"))
     found["scratch, files"] = len(files)
     found["scratch, KiB"] = sum(path.lstat().st_size for path in files if path.is_file()) / 1024
     return dict(found)
@@ -136,6 +136,7 @@ def main() -> int:
             samples.append(sample)
             print(f"{sample.trials} trials, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         assert service.sweep(sweep_id)["state"] == "succeeded"
+        wait_until(lambda: not traces(service.data_dir, sweep_id), "nothing of the sweep is left")
     print(table(samples))
     breaches = grown(samples)
     print("\n".join(["", *(f"- {breach}" for breach in breaches or ["nothing grows"])]))

@@ -162,7 +162,7 @@ def test_a_running_sweep_has_no_temporary_file_that_would_outlive_its_folder(
     sweep_id = service.submit(small_spec(corpus, budget={"trials": 2}))
     service.wait_for_epochs(sweep_id, 1)
     folders = (tempfile.gettempdir(), "/dev/shm")
-    own = (f"{tempfile.gettempdir()}/fraternal-{sweep_id}/", str(service.data_dir))
+    own = (f"{tempfile.gettempdir()}/fraternal-{sweep_id}", str(service.data_dir))
     program = (sys.prefix, str(Path.cwd()))
     files = {file for _, file in open_files(marked_processes(MARK, sweep_id))}
     temporary = {file for file in files if file.startswith(folders) and not file.endswith(" (deleted)")}
