@@ -29,7 +29,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-chaos: $(VENV)/.installed-dev ## N=20 SEED=1: sweeps that something dies of every few seconds, counted; about two minutes a round
+chaos: $(VENV)/.installed-dev ## N=20 SEED=1: sweeps that something dies of every few seconds, counted; some minutes a round
 	$(BIN)/python -m tests.chaos --rounds $(N) --seed $(SEED)
 
 bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, trials side by side, a sweep's overhead; about an hour

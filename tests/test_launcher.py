@@ -159,6 +159,7 @@ def test_driver_that_dies_at_once_is_one_that_is_not_alive(
 ) -> None:
     """Killed before its mark can be read, or started where there is no memory left."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(service.launcher, "_wait_for_mark", lambda child, _: child.wait())
     assert not launcher.is_alive(launcher.launch(sweep, 1))
 
 
