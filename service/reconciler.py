@@ -183,7 +183,10 @@ class Reconciler:
             return
         self._launcher.end(record.id)
         if failure is not None:
-            close_open_trials(record.study, self._storage, failure)
+            study = self._records.get_sweep(record.id).study  # the driver may have changed it until now
+            close_open_trials(study, self._storage, failure)
+            for left in set(studies_of(record.id, self._storage)) - {study}:
+                delete_study(left, self._storage)
         self._records.finish(record.id, generation, verb, reason)
 
     def _delete(self, record: SweepRecord) -> None:

@@ -5,16 +5,17 @@ is found here is what a crash between two steps left.
 """
 
 import logging
-from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache, partial
 
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
+from service.errors import SweepNotFound
 from service.lifecycle import MOVING
-from service.records import Records, SweepRecord, now
+from service.records import Records, now
 from trials.ledger import find_rows
-from trials.store import CheckpointStore, StoredFile
+from trials.store import CheckpointStore
 
 log = logging.getLogger(__name__)
 
@@ -31,30 +32,33 @@ def collect_orphans(
     Whole sweeps that are not in the database are put aside only where the store is this service's alone.
     """
     store.empty_quarantine(now() - KEPT_ASIDE)
-    known = {record.id: record for record in records.list_sweeps()}
+    known = {record.id for record in records.list_sweeps()}
+    in_use = cache(partial(_names_in_use, records=records, storage=storage))
     found = []
     for file in store.files():
-        record = known.get(file.sweep_id)
         if now() - file.written_at < LEFT_ALONE:
             continue
-        if store_is_ours if record is None else _is_orphan(file, record, storage):
+        names = in_use(file.sweep_id) if file.sweep_id in known else {}
+        is_orphan = store_is_ours if file.sweep_id not in known else names is not None
+        if is_orphan and file.name not in (names or {}).get(file.number, ()):
             store.put_aside(file, now())
             log.warning("put aside %s: nothing refers to it", file.path)
             found.append(file.path)
     return found
 
 
-def _is_orphan(file: StoredFile, record: SweepRecord, storage: BaseStorage) -> bool:
-    if record.state in MOVING:
-        return False
-    return file.name not in set(_names_in_use(file.number, record, storage))
-
-
-def _names_in_use(number: int | None, record: SweepRecord, storage: BaseStorage) -> Iterator[str]:
-    """Of a trial's files: what failed or waits may go on from its `last`."""
-    rows = find_rows(record.study, storage)
-    if number is None or number >= len(rows):
-        return
-    yield "best.tar"
-    if rows[number].state not in {TrialState.COMPLETE, TrialState.PRUNED}:
-        yield "last.tar"
+def _names_in_use(
+    sweep_id: str, *, records: Records, storage: BaseStorage
+) -> dict[int | None, set[str]] | None:
+    """Of each trial's files; None where the sweep does not rest. What failed or waits may need its `last`."""
+    try:
+        before = records.get_sweep(sweep_id)
+        rows = find_rows(before.study, storage)
+        after = records.get_sweep(sweep_id)
+    except SweepNotFound:
+        return None
+    # A sweep that has just been woken may have another study by now, and this one no rows.
+    if before.state in MOVING or (before.generation, before.state) != (after.generation, after.state):
+        return None
+    ended = {TrialState.COMPLETE, TrialState.PRUNED}
+    return {row.number: {"best.tar"} if row.state in ended else {"best.tar", "last.tar"} for row in rows}

@@ -1,5 +1,6 @@
 """The laws of the reconciler, over drivers that are entries of a dict."""
 
+import dataclasses
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ from sqlalchemy import update
 from service.reconciler import MOST_FRUITLESS_LAUNCHES, TIME_TO_END, TIME_TO_PAUSE, Reconciler
 from service.records import Records, SweepJournal, _naive, leases, now, sweeps
 from tests.fakes import MemoryLauncher, epoch_fields, spec
-from trials.ledger import StudyLedger
+from trials.ledger import StudyLedger, reopen_failed
 from trials.store import CheckpointStore
 
 
@@ -406,3 +407,24 @@ def test_second_controller_takes_over_and_the_first_one_no_longer_acts(world: Wo
     world.look()
     assert world.states() == {"s1": "cancelling"}
     assert world.launcher.calls == []
+
+
+def test_cancelled_sweep_whose_driver_had_just_changed_its_study_leaves_no_open_row(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.submit("s1")
+    world.look()
+    open_rows(world, "s1")
+    stale = world.records.get_sweep("s1")
+    reopen_failed("s1", "s1~1", spec(), world.storage, [])
+    reopen_failed("s1", "s1~2", spec(), world.storage, [])
+    world.records.switch_study("s1", 1, "s1~1")
+    world.records.ask("s1", "cancel")
+    listed = dataclasses.replace(stale, state="cancelling")
+    monkeypatch.setattr(world.records, "list_sweeps", lambda *states: [listed])
+    world.look()
+    monkeypatch.undo()
+    assert world.states() == {"s1": "cancelled"}
+    (study,) = world.storage.get_all_studies()
+    assert study.study_name == "s1~1"
+    assert {row.state for row in world.storage.get_all_trials(study._study_id)} == {TrialState.FAIL}

@@ -167,3 +167,19 @@ def test_after_every_epoch_there_are_the_bests_and_lasts_of_live_trials_and_the_
         assert len([name for name in names if name.endswith("last.tar")]) == 1
         assert len([name for name in names if name.endswith("best.tar")]) <= 2 + 1
         assert all(name.endswith(("last.tar", "best.tar")) for name in names)
+
+
+def test_sweep_that_wakes_while_it_is_looked_at_loses_nothing(
+    records: Records, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next driver puts another study in the place of the one whose rows are being read."""
+    storage = InMemoryStorage()
+    play(records, storage, store)
+    make_old(tmp_path)
+
+    def wake(study_name: str, storage: Any) -> list[Any]:
+        records.extend("s1", lambda record: record.spec.budget.model_copy(update={"trials": 9}))
+        return []
+
+    monkeypatch.setattr(service.retention, "find_rows", wake)
+    assert collect_orphans(records, storage, store, store_is_ours=True) == []
