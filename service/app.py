@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.dashboard import dashboard_routes
 from service.errors import InvalidSpec, Problem, ServiceError
-from service.launcher import Launcher
+from service.launcher import Launcher, owner_of
 from service.problems import (
     MEDIA_TYPE,
     ErrorDocument,
@@ -47,7 +47,8 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     """The service over the database and the store that `settings` name. It runs sweeps while it is up."""
     controller = build_controller(settings, launcher)
     records, storage, store = controller.records, controller.storage, controller.store
-    collect = partial(collect_orphans, records, storage, store, store_is_ours=settings.store_url is None)
+    ours = settings.store_url is None and store.is_owned_by(owner_of(settings))
+    collect = partial(collect_orphans, records, storage, store, store_is_ours=ours)
     reconciler = Reconciler(records, storage, store, launcher, settings.running_sweeps, collect)
 
     @asynccontextmanager

@@ -12,7 +12,7 @@ from service.revisions import check_schema
 from service.settings import Settings
 from service.studies import open_fenced_storage, study_to_go_on_with, write_down
 from trials.driver import EXIT_FENCED, drive
-from trials.ledger import Fenced, StudyLedger
+from trials.ledger import Fenced, JournalAway, StudyLedger
 from trials.store import CheckpointStore
 
 EXIT_INCOMPATIBLE = 78  # EX_CONFIG
@@ -46,7 +46,21 @@ def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> i
         )
     except Fenced:
         return EXIT_FENCED
+    except Exception:
+        if _is_fenced(journal):  # Tune raises something of its own for what its searcher raised
+            return EXIT_FENCED
+        raise
     return 0
+
+
+def _is_fenced(journal: SweepJournal) -> bool:
+    try:
+        journal.beat()
+    except Fenced:
+        return True
+    except JournalAway:
+        pass
+    return False
 
 
 if __name__ == "__main__":

@@ -54,6 +54,13 @@ class UnreadableSpec(ServiceError):
     code = "unreadable_spec"
 
 
+class UnreadableStudy(ServiceError):
+    """The sweep's trials in the database make no sense."""
+
+    status = 500
+    code = "unreadable_study"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a request: where, as a JSON pointer into the body, and what would be right."""

@@ -71,7 +71,10 @@ def _from(*states: State, to: State) -> dict[State, State]:
 
 MOVES: Mapping[Verb, Move] = {
     # Running trials save their state and give their resources back. To ask twice is to ask once.
-    "pause": Move("pause_requested", {"queued": "paused", "running": "pausing", "pausing": "pausing"}),
+    "pause": Move(
+        "pause_requested",
+        {"queued": "paused", "running": "pausing", "pausing": "pausing", "paused": "paused"},
+    ),
     "resume": Move("resume_requested", {"paused": "queued", "pausing": "running", "stopping": "running"}),
     # Running trials go on to their ends, and no other begins.
     "stop": Move("stop_requested", {"running": "stopping", "stopping": "stopping"}),
@@ -100,7 +103,7 @@ MOVES: Mapping[Verb, Move] = {
     # A driver's life. It parks a sweep whose trials are not all done: paused on request, or its budget raised
     # at the last moment.
     "drive": Move("driver_started", {"queued": "running", "running": "running", "stopping": "stopping"}),
-    "park": Move("sweep_parked", {"pausing": "paused", "running": "queued", "stopping": "queued"}),
+    "park": Move("sweep_parked", {"pausing": "paused", "running": "queued", "stopping": "stopping"}),
     "succeed": Move("sweep_succeeded", _from("running", "pausing", "stopping", to="succeeded")),
     "fail": Move("sweep_failed", _from("running", "pausing", "stopping", to="failed")),
     "close": Move("sweep_cancelled", {"cancelling": "cancelled"}),

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from optuna.storages import BaseStorage
@@ -11,7 +11,7 @@ from optuna.storages import BaseStorage
 from service.errors import UnreadableSpec
 from service.launcher import Launcher
 from service.lifecycle import MOVING, WITH_DRIVER, Verb
-from service.records import Records, SweepRecord, now
+from service.records import LEASE, Records, SweepRecord, now
 from trials.ledger import Failure, close_open_trials, delete_study, studies_of
 from trials.store import CheckpointStore
 
@@ -26,6 +26,10 @@ TIME_TO_PAUSE = timedelta(minutes=5)
 """For running trials, to save what they need to go on; a validation may have to be finished first."""
 CONTROLLER_LEASE = timedelta(seconds=15)
 """How long a controller may be silent before another one of the same database takes over."""
+LONG_BETWEEN_LOOKS = timedelta(seconds=5)
+"""The database was away, or the machine asleep."""
+LONG_LIFE_S = 600.0
+"""Of a driver that was not fruitless, even without an epoch: its trials have saved what they did."""
 MOST_FRUITLESS_LAUNCHES = 5
 """Drivers in a row that died before an epoch was recorded, until a sweep is given up."""
 
@@ -51,6 +55,9 @@ class Reconciler:
         self._stopped = threading.Event()
         self._collect = collect
         self._holds_lease = False
+        self._looked_at: datetime | None = None
+        self._lenient_until = now()
+        """Until then no driver is given up for its silence: it could not be heard, or could not speak."""
         self._threads = [
             threading.Thread(target=self._run, name="reconciler", daemon=True),
             threading.Thread(target=self._run_collecting, name="retention", daemon=True),
@@ -103,6 +110,9 @@ class Reconciler:
     def reconcile(self) -> None:
         """One look at every sweep to be moved, or that left something. Trouble with one delays no other."""
         self._holds_lease = self._acts()
+        if self._looked_at is not None and now() - self._looked_at > LONG_BETWEEN_LOOKS:
+            self._lenient_until = now() + LEASE
+        self._looked_at = now()
         if not self._holds_lease:
             return
         records = self._records.list_sweeps(*MOVING)
@@ -144,7 +154,8 @@ class Reconciler:
     def _has_driver(self, record: SweepRecord) -> bool:
         if record.driver is None:  # being started, or lost before it was written down
             return not record.lease_expired
-        return not record.lease_expired and self._launcher.is_alive(record.driver)
+        silent = record.lease_expired and now() > self._lenient_until
+        return not silent and self._launcher.is_alive(record.driver)
 
     def _start_driver(self, record: SweepRecord) -> None:
         try:
@@ -154,7 +165,8 @@ class Reconciler:
             return
         epochs_done = self._records.count_epochs(record.id)
         fruitless = 0
-        if record.generation > 0 and epochs_done == record.epochs_at_launch:
+        lived_long = record.driver_lived_s > LONG_LIFE_S
+        if record.generation > 0 and epochs_done == record.epochs_at_launch and not lived_long:
             fruitless = record.fruitless_launches + 1
         if fruitless >= MOST_FRUITLESS_LAUNCHES:
             self._give_up(record, fruitless)
@@ -183,11 +195,19 @@ class Reconciler:
             return
         self._launcher.end(record.id)
         if failure is not None:
-            study = self._records.get_sweep(record.id).study  # the driver may have changed it until now
-            close_open_trials(study, self._storage, failure)
-            for left in set(studies_of(record.id, self._storage)) - {study}:
-                delete_study(left, self._storage)
+            try:
+                self._close_trials(record.id, failure)
+            except (ValueError, KeyError, TypeError) as error:  # damaged rows keep no sweep from its end
+                log.exception("the open trials of sweep %s could not be closed", record.id)
+                damaged = f"its open trials could not be closed: {type(error).__name__}: {error}"
+                reason = damaged if reason is None else f"{reason}; {damaged}"
         self._records.finish(record.id, generation, verb, reason)
+
+    def _close_trials(self, sweep_id: str, failure: Failure) -> None:
+        study = self._records.get_sweep(sweep_id).study  # the driver may have changed it until now
+        close_open_trials(study, self._storage, failure)
+        for left in set(studies_of(sweep_id, self._storage)) - {study}:
+            delete_study(left, self._storage)
 
     def _delete(self, record: SweepRecord) -> None:
         """Remove all that a sweep has. Its row goes last: the next look makes a crash on the way good."""

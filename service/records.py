@@ -38,7 +38,8 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.sql import ColumnElement
 
 from service.errors import IllegalMove, SweepNotFound, UnreadableSpec
@@ -169,6 +170,13 @@ class SweepRecord:
             ) from error
 
     @property
+    def driver_lived_s(self) -> float:
+        """How long its latest driver was heard of, about; 0 where that is not known."""
+        if self.driver is None or self.lease_until is None or "started" not in self.driver:
+            return 0.0
+        return (self.lease_until - LEASE).timestamp() - float(self.driver["started"])
+
+    @property
     def lease_expired(self) -> bool:
         return self.lease_until is None or self.lease_until < now()
 
@@ -219,26 +227,26 @@ class Records:
 
     def ask(self, sweep_id: str, verb: Verb, **values: Any) -> State:
         """Carry out what a client asks for. Raises SweepNotFound, IllegalMove."""
-        while True:  # until nobody has moved it in between
-            with self.engine.begin() as connection:
-                row = _row(connection, sweep_id)
-                if row["state"] not in MOVES[verb].states:
-                    raise _illegal(sweep_id, verb, row["state"])
-                if _move(connection, row, verb, values):
-                    return MOVES[verb].states[row["state"]]
+        with self.engine.begin() as connection:
+            row = _locked_row(connection, sweep_id)
+            _require_legal(row, verb)
+            return _move(connection, row, verb, values)
 
     def extend(self, sweep_id: str, change: Callable[[SweepRecord], Budget]) -> State:
         """Change a sweep's budget. Raises SweepNotFound, IllegalMove, and what `change` raises."""
         while True:
             record = self.get_sweep(sweep_id)
-            if record.state not in MOVES["extend"].states:
-                raise _illegal(sweep_id, "extend", record.state)
-            spec = {**record.written_spec, "budget": change(record).model_dump(mode="json")}
+            self.require_legal(record, "extend")
+            budget = change(record).model_dump(mode="json")  # which reads other tables: without a lock
             with self.engine.begin() as connection:
-                row = _row(connection, sweep_id)
-                unchanged = row["spec"] == record.written_spec and row["state"] == record.state
-                if unchanged and _move(connection, row, "extend", {"spec": spec}):
-                    return MOVES["extend"].states[record.state]
+                row = _locked_row(connection, sweep_id)
+                if (row["spec"], row["state"]) == (record.written_spec, record.state):
+                    spec = {**record.written_spec, "budget": budget}
+                    return _move(connection, row, "extend", {"spec": spec})
+
+    def require_legal(self, record: SweepRecord, verb: Verb) -> None:
+        """Raises IllegalMove."""
+        _require_legal({"id": record.id, "state": record.state}, verb)
 
     def claim(self, record: SweepRecord, *, fruitless: int, epochs_done: int) -> int | None:
         """Take a sweep over for a new driver: from here on, nothing that an earlier one writes is accepted.
@@ -284,13 +292,14 @@ class Records:
         generation: int,
         verb: Verb,
         reason: str | None = None,
-        under: Budget | None = None,
+        under: Orders | None = None,
     ) -> bool:
         """Write a sweep's end, or that it rests.
 
-        False where another generation has taken it over, or its budget is no longer what was decided `under`.
+        False where another generation has taken it over, or the orders `under` which that was decided are no
+        longer those of now.
         """
-        values = {"state_reason": reason} if reason is not None else {}
+        values = {"state_reason": _storable(reason)} if reason is not None else {}
         return self._try(sweep_id, generation, verb, {**values, "lease_until": None}, under)
 
     def switch_study(self, sweep_id: str, generation: int, study: str) -> None:
@@ -352,18 +361,17 @@ class Records:
         generation: int,
         verb: Verb,
         values: dict[str, Any],
-        under: Budget | None = None,
+        under: Orders | None = None,
     ) -> bool:
         """Move a sweep that is still of this generation, and in a state from which the move is legal."""
-        while True:
-            with self.engine.begin() as connection:
-                row = _row(connection, sweep_id, required=False)
-                if row is None or row["generation"] != generation or row["state"] not in MOVES[verb].states:
-                    return False
-                if under is not None and _budget(to_json(row["spec"]["budget"])) != under:
-                    return False
-                if _move(connection, row, verb, values):
-                    return True
+        with self.engine.begin() as connection:
+            row = _locked_row(connection, sweep_id, required=False)
+            if row is None or row["generation"] != generation or row["state"] not in MOVES[verb].states:
+                return False
+            if under is not None and (row["state"], _budget_of(row)) != (under.state, under.budget):
+                return False
+            _move(connection, row, verb, values)
+        return True
 
     def count_epochs(self, sweep_id: str, number: int | None = None) -> int:
         of_sweep: ColumnElement[bool] = epochs.c.sweep_id == sweep_id
@@ -448,8 +456,8 @@ class SweepJournal:
         with self._reaching() as connection:
             self._renew(connection)
             row = _row(connection, self._sweep_id)
-            if row["state"] in MOVES["pause"].states:
-                _move(connection, row, "pause", {"state_reason": reason})
+            if row["state"] == "running":
+                _move(connection, row, "pause", {"state_reason": _storable(reason)})
 
     def _renew(self, connection: Connection) -> Orders:
         return _renew(connection, self._sweep_id, self._generation)
@@ -460,7 +468,7 @@ class SweepJournal:
         try:
             with self._engine.begin() as connection:
                 yield connection
-        except SQLAlchemyError as error:
+        except (OperationalError, InterfaceError, PoolTimeout) as error:
             raise JournalAway(str(error).partition("\n")[0]) from error
 
 
@@ -560,6 +568,12 @@ def _event(sweep_id: str, kind: str, detail: dict[str, Any]) -> Any:
     return insert(events).values(sweep_id=sweep_id, at=_naive(now()), kind=kind, detail=detail)
 
 
+def _locked_row(connection: Connection, sweep_id: str, *, required: bool = True) -> Any:
+    """As `_row`, with the row's write lock: nobody changes it before this transaction has ended."""
+    connection.execute(update(sweeps).where(sweeps.c.id == sweep_id).values(generation=sweeps.c.generation))
+    return _row(connection, sweep_id, required=required)
+
+
 def _row(connection: Connection, sweep_id: str, *, required: bool = True) -> Any:
     """A sweep's row; raises SweepNotFound where it is required and not there."""
     row = connection.execute(select(sweeps).where(sweeps.c.id == sweep_id)).mappings().one_or_none()
@@ -568,21 +582,23 @@ def _row(connection: Connection, sweep_id: str, *, required: bool = True) -> Any
     return row
 
 
-def _move(connection: Connection, row: RowMapping, verb: Verb, values: dict[str, Any]) -> bool:
-    """Make a legal move, unless the row has been moved since it was read."""
-    before: State = row["state"]
-    after = MOVES[verb].states[before]
-    same = (
-        (sweeps.c.id == row["id"]) & (sweeps.c.state == before) & (sweeps.c.generation == row["generation"])
-    )
+def _move(connection: Connection, row: RowMapping, verb: Verb, values: dict[str, Any]) -> State:
+    """Make a legal move of a row whose lock is held."""
+    after = MOVES[verb].states[row["state"]]
     changes = {**_clock(row, after), "state": after, **values}
     if verb in REQUESTS and after == "queued":  # what was fruitless before says nothing any more
         changes |= {"epochs_at_launch": -1, "fruitless_launches": 0}
-    if connection.execute(update(sweeps).where(same).values(changes)).rowcount != 1:
-        return False
+    if verb == "cancel":
+        changes["retry_classes"] = None
+    connection.execute(update(sweeps).where(sweeps.c.id == row["id"]).values(changes))
     generation = changes.get("generation", row["generation"])
     connection.execute(_event(row["id"], MOVES[verb].event, {"generation": generation, "state": after}))
-    return True
+    return after
+
+
+def _require_legal(row: Any, verb: Verb) -> None:
+    if row["state"] not in MOVES[verb].states:
+        raise _illegal(row["id"], verb, row["state"])
 
 
 def _clock(row: RowMapping, after: State) -> dict[str, Any]:
@@ -597,7 +613,7 @@ def _clock(row: RowMapping, after: State) -> dict[str, Any]:
         changes["ran_s"] = _running_s(row["ran_s"], aware(row["running_since"]))
         changes["running_since"] = None
     if after in TERMINAL_STATES:
-        changes["finished_at"] = at
+        changes |= {"finished_at": at, "state_reason": None}
     elif row["state"] in TERMINAL_STATES and after != "deleting":
         changes |= {"finished_at": None, "state_reason": None}
     elif after in {"queued", "running"}:
@@ -606,7 +622,13 @@ def _clock(row: RowMapping, after: State) -> dict[str, Any]:
 
 
 def _running_s(ran_s: float, since: datetime | None) -> float:
-    return ran_s + ((now() - since).total_seconds() if since is not None else 0.0)
+    return ran_s + (max(0.0, (now() - since).total_seconds()) if since is not None else 0.0)
+
+
+def _storable(text: str) -> str:
+    """Text as both databases take it: PostgreSQL knows no NUL, and neither knows half a surrogate pair."""
+    clean = text.encode("utf-8", "replace").decode()
+    return clean.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def _illegal(sweep_id: str, verb: Verb, state: State) -> IllegalMove:
@@ -632,6 +654,10 @@ def _spec(written: bytes) -> SweepSpec:
     # It was laid out in full when it came: what its preset says by now must not matter.
     spec = SweepSpec.model_validate({**values, "preset": None})
     return spec.model_copy(update={"preset": values.get("preset")})
+
+
+def _budget_of(row: RowMapping) -> Budget:
+    return _budget(to_json(row["spec"]["budget"]))
 
 
 @lru_cache(maxsize=256)

@@ -53,9 +53,10 @@ def _names_in_use(
     """Of each trial's files; None where the sweep does not rest. What failed or waits may need its `last`."""
     try:
         before = records.get_sweep(sweep_id)
+        storage.get_study_id_from_name(before.study)
         rows = find_rows(before.study, storage)
         after = records.get_sweep(sweep_id)
-    except SweepNotFound:
+    except (SweepNotFound, KeyError, ValueError):  # without readable rows, nothing is known of its files
         return None
     # A sweep that has just been woken may have another study by now, and this one no rows.
     if before.state in MOVING or (before.generation, before.state) != (after.generation, after.state):

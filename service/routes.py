@@ -105,7 +105,12 @@ def cancel_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
     return controller.ask(sweep_id, "cancel")
 
 
-@sweeps.post("/{sweep_id}:extend", status_code=202, responses={**NO_SUCH, **ILLEGAL, **BAD_SPEC})
+@sweeps.post(
+    "/{sweep_id}:extend",
+    status_code=202,
+    responses={**NO_SUCH, **ILLEGAL, **BAD_SPEC},
+    dependencies=[Depends(_require_json)],
+)
 def extend_sweep(sweep_id: SweepId, by: Extension, controller: Controller) -> SweepView:
     """Raise a sweep's budget. One that has ended goes on with its next trial."""
     return controller.extend(sweep_id, by)

@@ -148,7 +148,7 @@ class SweepDetail(SweepView):
 class Extension(View):
     """What a sweep's budget becomes larger by."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     trials: Annotated[int, Field(ge=0, le=100_000)] = 0
     """So many more."""
@@ -165,7 +165,7 @@ class RetryRequest(View):
 
     model_config = ConfigDict(extra="forbid")
 
-    classes: list[FailureClass] | None = None
+    classes: Annotated[list[FailureClass], Field(min_length=1)] | None = None
     """Of failures; null: all but diverged, which would diverge again."""
 
 

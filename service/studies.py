@@ -39,8 +39,11 @@ def study_to_go_on_with(records: Records, storage: BaseStorage, sweep_id: str, g
 
 def write_down(records: Records, sweep_id: str, generation: int, ledger: StudyLedger) -> None:
     """How a sweep stands whose driver has no more to do: it has ended, or waits for another one."""
-    verb: Verb = "park"
-    reason = None
-    if ledger.done:
-        verb, reason = ledger.outcome()
-    records.finish(sweep_id, generation, verb, reason, under=ledger.budget)
+    written = False
+    while not written:  # until nobody has wished for something else in the meantime
+        orders = ledger.refreshed_orders()
+        verb: Verb = "park"
+        reason = None
+        if ledger.done:
+            verb, reason = ledger.outcome()
+        written = records.finish(sweep_id, generation, verb, reason, under=orders)

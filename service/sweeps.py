@@ -7,6 +7,7 @@ import hashlib
 import math
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
@@ -17,7 +18,14 @@ from pydantic import ValidationError
 from sqlalchemy import RowMapping
 from sqlalchemy.exc import SQLAlchemyError
 
-from service.errors import InvalidSpec, NoCheckpointYet, Problem, TrialNotFound, UnreadableSpec
+from service.errors import (
+    InvalidSpec,
+    NoCheckpointYet,
+    Problem,
+    TrialNotFound,
+    UnreadableSpec,
+    UnreadableStudy,
+)
 from service.launcher import Launcher
 from service.lifecycle import TERMINAL_STATES, WISHES, WITH_DRIVER, Verb, legal_requests
 from service.problems import problems_in
@@ -127,7 +135,10 @@ class SweepController:
 
     def ask(self, sweep_id: str, verb: Verb) -> SweepView:
         """Pause, resume, stop, cancel or delete. Raises SweepNotFound, IllegalMove."""
-        self.records.ask(sweep_id, verb)
+        before = self._view(self.records.get_sweep(sweep_id))
+        state = self.records.ask(sweep_id, verb)
+        if verb == "delete":  # by the time it is looked at, it may be gone
+            return before.model_copy(update={"state": state, "desired_state": WISHES[state], "legal": []})
         return self._view(self.records.get_sweep(sweep_id))
 
     def extend(self, sweep_id: str, by: Extension) -> SweepView:
@@ -152,15 +163,16 @@ class SweepController:
             problems.append(Problem("/trials", "too_many_trials", words))
         if problems:
             raise InvalidSpec(problems)
-        larger = Budget(
-            trials=budget.trials + by.trials,
-            wall_s=None if budget.wall_s is None else budget.wall_s + by.wall_s,
-            max_failed=None if budget.max_failed is None else budget.max_failed + by.max_failed,
-            target=budget.target if by.target is None else by.target,
-        )
-        used_up = _used_up(larger, record, trials) if record.state in TERMINAL_STATES else None
-        if used_up is not None:
-            raise InvalidSpec([Problem("", "still_used_up", used_up)])
+        try:
+            larger = Budget(
+                trials=budget.trials + by.trials,
+                wall_s=None if budget.wall_s is None else budget.wall_s + by.wall_s,
+                max_failed=None if budget.max_failed is None else budget.max_failed + by.max_failed,
+                target=budget.target if by.target is None else by.target,
+            )
+        except ValidationError as error:
+            raise InvalidSpec(problems_in(error.errors(), {}, Budget.model_json_schema())) from error
+        _require_room(larger, record, trials)
         return larger
 
     def retry_failed(self, sweep_id: str, request: RetryRequest) -> SweepView:
@@ -169,18 +181,26 @@ class SweepController:
         Raises SweepNotFound, IllegalMove, InvalidSpec.
         """
         classes = set(request.classes if request.classes is not None else RETRIED_BY_DEFAULT)
-        failures = [trial.failure for trial in self.trials(sweep_id) if trial.failure]
+        record, trials = self.records.get_sweep(sweep_id), self.trials(sweep_id)
+        self.records.require_legal(record, "retry_failed")
+        failures = [trial.failure for trial in trials if trial.failure]
         if not any(failure.failure_class in classes for failure in failures):
             had = sorted({failure.failure_class for failure in failures})
             words = f"no trial of sweep {sweep_id} has failed of {', '.join(sorted(classes))}"
             raise InvalidSpec(
                 [Problem("/classes", "nothing_to_retry", f"{words}; failures: {had or 'none'}")]
             )
-        self.records.ask(sweep_id, "retry_failed", retry_classes=sorted(classes))
+        again = [trial for trial in trials if trial.failure and trial.failure.failure_class in classes]
+        _require_room(record.spec.budget, record, trials, again)
+        asked_before = set(record.retry_classes or [])
+        self.records.ask(sweep_id, "retry_failed", retry_classes=sorted(classes | asked_before))
         return self._view(self.records.get_sweep(sweep_id))
 
     def clone(self, sweep_id: str, changes: dict[str, Any]) -> SweepDetail:
         """Queue a new sweep with this one's spec and some changes. Raises SweepNotFound, InvalidSpec."""
+        if "preset" in changes:
+            words = "a clone has the spec of its origin: change its fields, or submit a sweep with the preset"
+            raise InvalidSpec([Problem("/preset", "no_preset", words)])
         written = self.records.get_sweep(sweep_id).spec.model_dump(mode="json")
         body = merged({**written, "preset": None}, changes)
         try:
@@ -222,14 +242,24 @@ class SweepController:
         return []
 
     def _rows(self, record: SweepRecord) -> list[FrozenTrial]:
-        return find_rows(record.study, self.storage)
+        try:
+            return find_rows(record.study, self.storage)
+        except ValueError as error:  # what is no JSON any more
+            raise UnreadableStudy(
+                f"the trials of sweep {record.id} cannot be read: {error}; it can be cancelled and deleted, "
+                "and its checkpoints are where they were"
+            ) from error
 
     def _detail(self, record: SweepRecord) -> SweepDetail:
         return SweepDetail(**dict(self._view(record)), spec=record.spec)
 
     def _view(self, record: SweepRecord) -> SweepView:
-        trials = self.trials(record.id)
-        spec, reason = _find_spec(record), record.state_reason
+        reason = record.state_reason
+        try:
+            trials = self.trials(record.id)
+        except UnreadableStudy as error:
+            trials, reason = [], reason or str(error)
+        spec = _find_spec(record)
         counts = _count(trials, spec.budget.trials if spec else len(trials))
         if spec is None:
             reason = reason or _unreadable(record)
@@ -287,10 +317,22 @@ def build_controller(settings: Settings, launcher: Launcher) -> SweepController:
     return SweepController(Records(engine), storage, store, launcher, settings.data_dir.resolve())
 
 
-def _used_up(budget: Budget, record: SweepRecord, trials: list[TrialView]) -> str | None:
-    """Which limit a sweep that has ended would end at again, in words."""
-    best, failed = _best(trials), [trial for trial in trials if _has_failed(trial)]
-    if len(trials) >= budget.trials and all(trial.state != "WAITING" for trial in trials):
+def _require_room(
+    budget: Budget, record: SweepRecord, trials: list[TrialView], again: Sequence[TrialView] = ()
+) -> None:
+    """Raises InvalidSpec where a sweep that has ended would end at once, though these are tried again."""
+    used_up = _used_up(budget, record, trials, again) if record.state in TERMINAL_STATES else None
+    if used_up is not None:
+        raise InvalidSpec([Problem("", "still_used_up", used_up)])
+
+
+def _used_up(
+    budget: Budget, record: SweepRecord, trials: list[TrialView], again: Sequence[TrialView]
+) -> str | None:
+    """Which limit it would end at, in words."""
+    best = _best(trials)
+    failed = [trial for trial in trials if _has_failed(trial) and trial not in again]
+    if len(trials) >= budget.trials and not again and all(trial.state != "WAITING" for trial in trials):
         return f"all {budget.trials} trials of the budget have ended: extend trials"
     if budget.wall_s is not None and record.running_s() >= budget.wall_s:
         return f"the sweep has run for {record.running_s():.0f} s of {budget.wall_s:g}: extend wall_s"

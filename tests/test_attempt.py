@@ -388,7 +388,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
             RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
             "out_of_memory",
         ),
-        (OSError(28, "No space left on device"), "infrastructure"),
+        (OSError(28, "No space left on device"), "disk_full"),
+        (OSError(113, "No route to host"), "infrastructure"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )

@@ -47,7 +47,9 @@ from trials.ledger import (
     Task,
     close_open_trials,
     delete_study,
+    find_rows,
     intermediate_epochs,
+    open_study,
     perplexity,
     reopen_failed,
     rung_epochs,
@@ -164,7 +166,7 @@ def test_exactly_the_budget_ends_whatever_happens(
     seed: int, trials: int, rates: tuple[float, float, float], pruner: dict[str, Any], reopen_every: int
 ) -> None:
     storage, journal = InMemoryStorage(), MemoryJournal()
-    asked = spec(budget={"trials": trials}, pruner=pruner)
+    asked = spec(budget={"trials": trials}, pruner=pruner, retry={"identical_failures": None})
     work = random_work(seed, *rates)
     for count in itertools.count(1):
         ledger = open_ledger(asked, storage, journal)
@@ -828,3 +830,97 @@ def test_sweep_that_is_paused_before_or_between_trials_is_not_over(storage: Base
     wish(journal, state="pausing")
     assert ledger.next_task() is None
     assert not ledger.done
+
+
+def test_id_of_a_removed_study_is_never_given_to_another_one(tmp_path: Path) -> None:
+    """Another process's cache may still have the old trials under it; SQLite would give it again."""
+    url = f"sqlite:///{tmp_path / 'optuna.db'}"
+    storage, other = get_storage(open_storage(url)), get_storage(open_storage(url))
+    used = set()
+    for name in ("s1", "s2", "s3"):
+        drive(StudyLedger(spec(), name, storage, sixfold(), CheckpointStore("memory://ledger")))
+        assert len(find_rows(name, other)) == 6
+        study_id = storage.get_study_id_from_name(name)
+        assert study_id not in used
+        used.add(study_id)
+        delete_study(name, storage)
+    open_study(spec(), "s4", storage).ask()
+    (row,) = find_rows("s4", other)
+    assert row.state == TrialState.RUNNING
+    assert len(storage.get_all_studies()) == 2, "one marker, and no more"
+
+
+def sixfold() -> MemoryJournal:
+    journal = MemoryJournal()
+    journal.orders = replace(journal.orders, budget=Budget(trials=6))
+    return journal
+
+
+def test_trial_that_reaches_the_target_is_complete_at_once_and_what_comes_after_changes_nothing(
+    storage: BaseStorage,
+) -> None:
+    ledger = open_ledger(
+        spec(budget={"trials": 6, "target": perplexity(valid_loss(0, 2))}), storage, MemoryJournal()
+    )
+    task = ledger.next_task()
+    assert task is not None
+    assert ledger.record(task, report(task, 1))
+    assert not ledger.record(task, report(task, 2))
+    assert states(storage) == [TrialState.COMPLETE]
+    assert not ledger.record(task, failed("user_error"))
+    assert ledger.outcome()[0] == "succeed"
+
+
+def test_limit_that_was_raised_before_it_was_enforced_ends_nothing(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(budget={"trials": 6, "wall_s": 10}), storage, journal)
+    assert ledger.next_task() is not None
+    wish(journal, running_s=11.0)
+    ledger.heed(journal.beat())
+    assert ledger.limit is not None
+    wish(journal, budget=Budget(trials=6, wall_s=20))
+    assert not ledger.end_open_trials()
+    assert states(storage) == [TrialState.RUNNING]
+    assert ledger.next_task() is not None
+
+
+def test_full_disk_fails_the_trials_of_a_sweep_that_is_being_stopped(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(retry={"max_failures": 1}), storage, journal)
+    assert (first := ledger.next_task()) is not None
+    wish(journal, state="stopping")
+    assert not ledger.record(first, failed("disk_full"))
+    assert (second := ledger.next_task()) is not None
+    assert not ledger.record(second, failed("disk_full"))
+    assert ledger.done
+    assert rows(storage)[0].user_attrs["failure_class"] == "disk_full"
+
+
+def test_many_trials_whose_values_make_no_sense_each_fail(
+    storage: BaseStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(trial: Any, name: str, choices: Any) -> Any:
+        raise ValueError(f"no value for {name} of trial {trial.number}")
+
+    monkeypatch.setattr(trials.ledger, "suggest", fail)
+    ledger = open_ledger(spec(budget={"trials": 1500}), storage, MemoryJournal())
+    assert ledger.next_task() is None
+    assert len(rows(storage)) == 1500
+    assert ledger.done
+
+
+class AbsentStore(CheckpointStore):
+    """Its network is down."""
+
+    def numbers_with_last(self, sweep_id: str) -> list[int]:
+        raise ConnectionError("nobody there")
+
+    def discard_last(self, sweep_id: str, number: int) -> None:
+        raise ConnectionError("nobody there")
+
+
+def test_store_that_is_away_keeps_no_trial_from_its_end(storage: BaseStorage) -> None:
+    store, journal = AbsentStore("memory://absent"), sixfold()
+    for _ in range(2):
+        drive(StudyLedger(spec(), SWEEP, storage, journal, store))
+    assert states(storage) == [TrialState.COMPLETE] * 6

@@ -266,7 +266,7 @@ def test_driver_waits_while_another_process_holds_the_database(
     service.wait_for_epochs(sweep_id, 2)
     with closing(sqlite3.connect(service.data_dir / "fraternal.db", timeout=60)) as holder:
         holder.execute("BEGIN IMMEDIATE")
-        time.sleep(8)
+        time.sleep(25)  # longer than a lease
         holder.rollback()
     sweep = service.wait_for_end(sweep_id)
     assert (sweep["state"], sweep["driver_generation"]) == ("succeeded", 1)

@@ -1,6 +1,7 @@
 """The laws of the reconciler, over drivers that are entries of a dict."""
 
 import dataclasses
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -9,10 +10,17 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 from sqlalchemy import update
 
-from service.reconciler import MOST_FRUITLESS_LAUNCHES, TIME_TO_END, TIME_TO_PAUSE, Reconciler
+from service.reconciler import (
+    LONG_BETWEEN_LOOKS,
+    LONG_LIFE_S,
+    MOST_FRUITLESS_LAUNCHES,
+    TIME_TO_END,
+    TIME_TO_PAUSE,
+    Reconciler,
+)
 from service.records import Records, SweepJournal, _naive, leases, now, sweeps
 from tests.fakes import MemoryLauncher, epoch_fields, spec
-from trials.ledger import StudyLedger, reopen_failed
+from trials.ledger import StudyLedger, reopen_failed, studies_of
 from trials.store import CheckpointStore
 
 
@@ -358,7 +366,7 @@ def test_deleted_sweep_leaves_nothing_and_a_crash_on_the_way_is_made_good(
     world.look()
     assert world.states() == {"s2": "running"}
     assert world.store.find_last("s1", 0) is None
-    assert [study.study_name for study in world.storage.get_all_studies()] == []
+    assert studies_of("s1", world.storage) == []
     assert world.records.list_events("s1") == []
     assert "forget s1" in world.launcher.calls
 
@@ -425,6 +433,58 @@ def test_cancelled_sweep_whose_driver_had_just_changed_its_study_leaves_no_open_
     world.look()
     monkeypatch.undo()
     assert world.states() == {"s1": "cancelled"}
-    (study,) = world.storage.get_all_studies()
-    assert study.study_name == "s1~1"
-    assert {row.state for row in world.storage.get_all_trials(study._study_id)} == {TrialState.FAIL}
+    assert studies_of("s1", world.storage) == ["s1~1"]
+    rows_left = world.storage.get_all_trials(world.storage.get_study_id_from_name("s1~1"))
+    assert {row.state for row in rows_left} == {TrialState.FAIL}
+
+
+def test_driver_is_given_a_lease_after_a_time_in_which_it_could_not_be_heard(world: World) -> None:
+    """The database was away, for both of them, or the machine asleep."""
+    world.submit("s1")
+    world.look()
+    world.look()
+    world.expire("s1")
+    world.reconciler._looked_at = now() - LONG_BETWEEN_LOOKS - timedelta(seconds=20)
+    world.look()
+    assert world.generation("s1") == 1
+    del world.launcher.alive["s1"]
+    world.look()
+    assert world.generation("s1") == 2, "one that is dead is not waited for"
+
+
+def test_driver_that_lived_long_was_not_fruitless(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    for _ in range(MOST_FRUITLESS_LAUNCHES + 1):
+        driver = {
+            "sweep": "s1",
+            "generation": world.generation("s1"),
+            "started": now().timestamp() - LONG_LIFE_S - 60,
+        }
+        world.records.set_driver("s1", world.generation("s1"), driver)
+        world.launcher.alive.clear()
+        world.look()
+    assert world.states() == {"s1": "running"}
+
+
+def test_sweep_whose_trials_are_damaged_can_be_cancelled_and_deleted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.submit("s1", "s2")
+    world.look()
+    open_rows(world, "s1")
+
+    def damaged(*arguments: Any, **named: Any) -> Any:
+        return json.loads("{dam")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.storage, "get_all_trials", damaged)
+        world.records.ask("s1", "cancel")
+        world.look()
+        assert world.states()["s1"] == "cancelled"
+        reason = world.records.get_sweep("s1").state_reason
+        assert reason is not None
+        assert "could not be closed" in reason
+        world.records.ask("s1", "delete")
+        world.look()
+    assert world.states() == {"s2": "running"}

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from service.records import (
     Records,
     SweepJournal,
     SweepRecord,
+    _naive,
     epochs,
     metadata,
     migrate,
@@ -29,9 +30,10 @@ from service.records import (
     open_engine,
     sweeps,
 )
-from service.studies import open_storage
+from service.studies import open_fenced_storage, open_storage
 from tests.fakes import epoch_fields, spec
 from trials.ledger import Fenced
+from trials.spec import Budget
 
 OURS = {"fraternal_sweeps", "fraternal_epochs", "fraternal_events", "fraternal_leases"}
 
@@ -343,3 +345,99 @@ def test_times_come_back_aware_and_in_utc_wherever_the_process_is(
 def test_database_that_does_not_answer_says_so(tmp_path: Path) -> None:
     with pytest.raises(OperationalError):
         Records(open_engine(f"sqlite:///{tmp_path / 'no' / 'such' / 'folder.db'}")).ping()
+
+
+# Requests.
+
+
+def at_once(count: int, do: Callable[[], Any]) -> None:
+    threads = [threading.Thread(target=do) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_extensions_that_come_at_once_all_count(records: Records) -> None:
+    records.add_sweep("s1", spec())
+
+    def extend() -> None:
+        for _ in range(5):
+            records.extend("s1", lambda record: Budget(trials=record.spec.budget.trials + 1))
+
+    at_once(4, extend)
+    assert records.get_sweep("s1").spec.budget.trials == 6 + 20
+
+
+def test_sweep_does_not_end_under_orders_that_have_changed(claimed: SweepRecord, records: Records) -> None:
+    before = SweepJournal(records, "s1", 1).beat()
+    records.extend("s1", lambda record: Budget(trials=9))
+    assert not records.finish("s1", 1, "succeed", under=before)
+    extended = SweepJournal(records, "s1", 1).beat()
+    records.ask("s1", "stop")
+    assert not records.finish("s1", 1, "park", under=extended)
+    records.ask("s1", "resume")
+    assert records.finish("s1", 1, "succeed", under=extended)
+
+
+def test_stop_that_comes_when_a_driver_ends_is_not_forgotten(claimed: SweepRecord, records: Records) -> None:
+    records.ask("s1", "stop")
+    assert records.finish("s1", 1, "park")
+    parked = records.get_sweep("s1")
+    assert parked.state == "stopping"
+    assert parked.lease_expired
+
+
+def test_retry_that_was_asked_for_is_off_when_the_sweep_is_cancelled(records: Records) -> None:
+    records.add_sweep("s1", spec())
+    records.ask("s1", "pause")
+    records.ask("s1", "retry_failed", retry_classes=["timeout"])
+    records.ask("s1", "cancel")
+    assert records.get_sweep("s1").retry_classes is None
+
+
+def test_reason_may_have_any_text(claimed: SweepRecord, records: Records) -> None:
+    SweepJournal(records, "s1", 1).ask_to_pause("a NUL \0 and half a pair \ud800")
+    paused = records.get_sweep("s1")
+    assert (paused.state, paused.state_reason) == ("pausing", "a NUL \ufffd and half a pair ?")
+
+
+def test_clock_that_is_set_back_takes_no_time_from_a_sweep(claimed: SweepRecord, records: Records) -> None:
+    with records.engine.begin() as connection:
+        later = _naive(now() + timedelta(hours=1))
+        connection.execute(update(sweeps).values(running_since=later, ran_s=5.0))
+    assert records.get_sweep("s1").running_s() == 5.0
+
+
+def test_driver_writes_nothing_through_a_fenced_storage_once_it_is_over(
+    claimed: SweepRecord, records: Records, url: str
+) -> None:
+    storage = open_fenced_storage(url, "s1", 1)
+    study = optuna.create_study(study_name="s1", storage=storage)
+    trial = study.ask()
+    trial.set_user_attr("a", 1)
+    records.claim(claimed, fruitless=0, epochs_done=0)
+    for write in (
+        study.ask,
+        lambda: trial.set_user_attr("a", 2),
+        lambda: trial.report(1.0, 1),
+        lambda: trial.suggest_float("x", 0, 1),
+        lambda: study.tell(trial, 1.0),
+        lambda: study.set_user_attr("a", 1),
+        lambda: optuna.create_study(study_name="s2", storage=storage),
+        lambda: storage.delete_study(study._study_id),
+    ):
+        with pytest.raises(Fenced):
+            write()
+    reader = open_storage(url)
+    (row,) = optuna.load_study(study_name="s1", storage=reader).trials
+    assert (row.state.name, row.user_attrs, row.intermediate_values, row.params) == (
+        "RUNNING",
+        {"a": 1},
+        {},
+        {},
+    )
+    assert [found.study_name for found in reader.get_all_studies()] == ["s1"]
+    for opened in (reader, storage._backend):
+        opened.remove_session()
+        opened.engine.dispose()

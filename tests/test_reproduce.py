@@ -338,7 +338,7 @@ def test_curves_are_shown_to_their_last_epoch() -> None:
 
 
 def view(sweep_id: str, state: str, labels: dict[str, str]) -> SweepView:
-    counts = TrialCounts(budget=1, running=0, complete=0, pruned=0, failed=0)
+    counts = TrialCounts(budget=1, running=0, waiting=0, complete=0, pruned=0, failed=0)
     return SweepView.model_construct(
         id=sweep_id, labels=labels, state=state, trials=counts, created_at=datetime.now(UTC)
     )

@@ -48,7 +48,7 @@ def test_backup_made_while_a_sweep_runs_goes_on_beside_the_original_and_both_end
             assert copy.checkpoints(sweep_id) == original.checkpoints(sweep_id)
             for service in (original, copy):
                 assert files(service, sweep_id) == service.checkpoints(sweep_id)
-            assert_nothing_left(sweep_id)
+            assert_nothing_left(original, sweep_id)
 
 
 def files(service: ServiceProcess, sweep_id: str) -> dict[int, str]:

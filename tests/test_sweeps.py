@@ -27,6 +27,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 @pytest.fixture
 def controller(records: Records, store: CheckpointStore, tmp_path: Path) -> SweepController:
+    (tmp_path / "data").mkdir()
     return SweepController(records, InMemoryStorage(), store, MemoryLauncher(cpus=4), tmp_path / "data")
 
 

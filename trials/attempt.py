@@ -7,7 +7,7 @@ import platform
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -148,7 +148,7 @@ def _train(
                 store.save_best(task.sweep_id, task.number, best_checkpoint(training, task, corpus).files())
         wanted = False
         if result is None and looking.is_due:
-            with looking.doing():
+            with looking.doing(), suppress(Exception):  # the store is away: another look may find it back
                 wanted = pause_is_asked()
         if result is not None or wanted or saving.is_due:
             with saving.doing():
@@ -203,13 +203,19 @@ def _report(
         finished=training.finished and result.epoch == len(training.history),
         best_epoch=best.epoch,
         best_valid_loss=best.valid_loss,
-        checkpoint_sha256=store.best_sha256(task.sweep_id, task.number)
-        if best.epoch == result.epoch
-        else None,
+        checkpoint_sha256=_best_sha256(store, task) if best.epoch == result.epoch else None,
         device=_named(task.device),
         runtime=_runtime(),
         corpus_sha256={str(split): digest for split, digest in corpus.sha256.items()},
     )
+
+
+def _best_sha256(store: CheckpointStore, task: Task) -> str | None:
+    """None where it is gone, and the epochs that come to a better one are yet to be trained again."""
+    try:
+        return store.best_sha256(task.sweep_id, task.number)
+    except FileNotFoundError:
+        return None
 
 
 def _named(device: str) -> str:

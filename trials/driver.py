@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -72,14 +73,10 @@ def drive(
             watch.done.set()  # from here on Ray may go
         watch.join()
     pause.set_to(False)
-    _settle(ledger, end)
-    ray.shutdown()
-
-
-def _settle(ledger: StudyLedger, end: Callable[[], None]) -> None:
     if ledger.limit is not None:
         ledger.end_open_trials()
     end()
+    ray.shutdown()
 
 
 class PauseSwitch:
@@ -189,15 +186,17 @@ class _Watch(threading.Thread):
                 leave(EXIT_FENCED)
             except Exception:  # the database or the store is away: the lease outlasts several beats
                 log.exception("the watch could not do its round")
+                self._ledger.waited_at = time.monotonic()
 
     def _look(self) -> None:
         orders = self._journal.beat()
         self._ledger.heed(orders)
-        if self._ledger.limit is not None:
-            _settle(self._ledger, self._end)
+        if self._ledger.limit is not None and self._ledger.end_open_trials():
+            self._end()
             leave(0)
         self._pause.set_to(orders.state == "pausing")
-        self._search.end_hung()
+        if not self._search.end_hung():
+            leave(EXIT_RAY_DIED)
 
 
 def leave(code: int) -> NoReturn:

@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -20,6 +20,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.pruners import BasePruner, NopPruner
 from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from trials.corpora import CorpusSpec
@@ -32,9 +33,12 @@ log = logging.getLogger(__name__)
 
 DATABASE_PATIENCE_S = 600.0
 """How long a driver waits for a database that does not answer; then it ends, and another one is started."""
+ENDED_WELL = (TrialState.COMPLETE, TrialState.PRUNED)
 MOST_INTERMEDIATE_VALUES = 50
 """Of one trial in Optuna: the dashboard takes seconds to draw 400 trials of 500 epochs."""
 
+REMOVED = "(removed until here)"
+"""Begins the name of a study that keeps an id from being used again."""
 TOLD_OF_FAILURE = frozenset({"failure_class", "failure_message", "lost_attempts"})
 """Attributes that a failed trial has, and one that is tried again has not."""
 
@@ -142,6 +146,7 @@ def _patient(method: Method) -> Method:
                     raise
                 log.warning("the database is away, asking again: %s", error)
                 time.sleep(pause)
+                self.waited_at = time.monotonic()
 
     return cast("Method", insist)
 
@@ -153,6 +158,15 @@ def _pauses(total_s: float) -> Iterator[float]:
         yield pause
         total_s -= pause
         pause = min(2 * pause, 8.0)
+
+
+@contextmanager
+def _best_effort() -> Iterator[None]:
+    """Around what only frees room: where the store is away, the next driver does it."""
+    try:
+        yield
+    except Exception:
+        log.exception("checkpoints that are no longer needed could not be removed")
 
 
 class StudyLedger:
@@ -188,13 +202,23 @@ class StudyLedger:
         self._trials: dict[int, Trial] = {}
         self._created = 0
         self._waiting: deque[int] = deque()
+        self.waited_at = -math.inf
+        """On the monotonic clock, when it last waited for the database: until then reports went unread."""
         self.limit: Limit | None = None
         """Of the budget, that the sweep has reached."""
         self._adopt_new_rows()
         self._look_for_limits()
-        for row in self._study.get_trials(deepcopy=False):
-            if row.state.is_finished() and row.state != TrialState.FAIL:
-                store.discard_last(sweep_id, row.number)  # a crash may have come between its end and this
+        self._discarded: set[int] = set()
+        """Trials whose best checkpoints are not among those that stay."""
+        with _best_effort():
+            self._discard_what_is_over()
+
+    def _discard_what_is_over(self) -> None:
+        """A crash may have come between a trial's end and this."""
+        rows = self._study.get_trials(deepcopy=False)
+        for number in self._store.numbers_with_last(self.sweep_id):
+            if number < len(rows) and rows[number].state in ENDED_WELL:
+                self._store.discard_last(self.sweep_id, number)
         self._keep_bests()
 
     def _adopt_new_rows(self) -> None:
@@ -246,7 +270,7 @@ class StudyLedger:
             words = f"budget.max_failed is {budget.max_failed}: {len(failed)} trials have failed"
             self.limit = Limit("fail", words)
         for row in rows:
-            if self.limit is None and self._has_reached_target(row):
+            if self.limit is None and row.state != TrialState.FAIL and self._has_reached_target(row):
                 words = f"budget.target is {budget.target:g}: trial {row.number} has reached it"
                 self.limit = Limit("succeed", words)
 
@@ -260,25 +284,26 @@ class StudyLedger:
     def next_task(self) -> Task | None:
         """The next attempt, or None where none is to be handed out now."""
         self.heed(self._journal.beat())
-        if self.exhausted:
-            return None
-        self._adopt_new_rows()
-        if not self._waiting:
-            trial = self._study.ask()
-            self._trials[trial.number] = trial
-            self._created = trial.number + 1
-            self._waiting.append(trial.number)
-        number = self._waiting[0]
-        try:
-            task = self._task(self._trials[number])
-        except (Fenced, JournalAway, StorageInternalError):
-            raise
-        except Exception:  # whatever is wrong with the values of one trial ends no other
+        while not self.exhausted:
+            self._adopt_new_rows()
+            if not self._waiting:
+                trial = self._study.ask()
+                self._trials[trial.number] = trial
+                self._created = trial.number + 1
+                self._waiting.append(trial.number)
+            number = self._waiting[0]
+            try:
+                task = self._task(self._trials[number])
+            except (Fenced, JournalAway, StorageInternalError):
+                raise
+            except Exception:  # whatever is wrong with the values of one trial ends no other
+                self._waiting.popleft()
+                self._fail(self._trials[number], Failure("user_error", traceback.format_exc()))
+                self.heed(self._journal.beat())
+                continue
             self._waiting.popleft()
-            self._fail(self._trials[number], Failure("user_error", traceback.format_exc()))
-            return self.next_task()
-        self._waiting.popleft()
-        return task
+            return task
+        return None
 
     def _task(self, trial: Trial) -> Task:
         arm = self._spec.arm_of(trial.number)
@@ -323,11 +348,17 @@ class StudyLedger:
         trial = self._trials[task.number]
         if report.epoch is not None:
             self._record_epoch(trial, task, report, report.epoch)
-            self._look_for_limits()
+            if self._has_reached_target(trial):
+                self._look_for_limits()
+                self._tell(trial, TrialState.COMPLETE, perplexity(trial.user_attrs["best_valid_loss"]))
+                return False
         if report.failure is not None and report.failure.failure_class == "infrastructure":
             self.lost(task, report.failure.message)
             return False
         if report.failure is not None and report.failure.failure_class == "disk_full":
+            if self._orders.state == "stopping":  # which cannot be paused
+                self.lost(task, report.failure.message, "disk_full")
+                return False
             self._journal.ask_to_pause(
                 "there is no room for a checkpoint: free some, then resume. Trial "
                 f"{task.number}: {report.failure.message.strip()}"
@@ -406,16 +437,20 @@ class StudyLedger:
             self._journal.ask_to_pause(words)
 
     @_patient
-    def end_open_trials(self) -> None:
-        """A limit is reached: whatever still runs is over."""
-        assert self.limit is not None
+    def end_open_trials(self) -> bool:
+        """Whatever still runs is over; False if the limit, raised in the meantime, is none any more."""
+        self.limit = None
         self.heed(self._journal.beat())
+        self._look_for_limits()
+        if self.limit is None:
+            return False
         for trial in list(self._trials.values()):
             if self._has_reached_target(trial):
                 self._tell(trial, TrialState.COMPLETE, perplexity(trial.user_attrs["best_valid_loss"]))
             else:
                 self._fail_quietly(trial, Failure("cancelled", self.limit.words))
         self._waiting.clear()
+        return True
 
     def _fail_quietly(self, trial: Trial, failure: Failure) -> None:
         _set_failure(trial, failure)
@@ -426,8 +461,9 @@ class StudyLedger:
         self._journal.record_event("trial_finished", number=trial.number, state=state.name)
         del self._trials[trial.number]
         if state != TrialState.FAIL:
-            self._store.discard_last(self.sweep_id, trial.number)
-            self._keep_bests()
+            with _best_effort():
+                self._store.discard_last(self.sweep_id, trial.number)
+                self._keep_bests()
 
     def _keep_bests(self) -> None:
         """Where it is wished for, remove the checkpoints of trials that are not among the best of their arm.
@@ -438,21 +474,26 @@ class StudyLedger:
         if kept is None:
             return
         ended: dict[str, list[tuple[float, int]]] = {}
-        for row in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+        for row in self._study.get_trials(deepcopy=False, states=ENDED_WELL):
             loss = row.user_attrs.get("best_valid_loss", math.inf)
             ended.setdefault(self._spec.arm_of(row.number), []).append((loss, row.number))
         for ranked in map(sorted, ended.values()):
             for _, number in ranked[kept:]:
-                self._store.discard_best(self.sweep_id, number)
+                if number not in self._discarded:
+                    self._store.discard_best(self.sweep_id, number)
+                    self._discarded.add(number)
 
-    @property
-    def budget(self) -> Budget:
-        """As of the latest beat."""
-        return self._orders.budget
+    @_patient
+    def refreshed_orders(self) -> Orders:
+        """What is wished for now, and heeded from now on."""
+        self.heed(self._journal.beat())
+        return self._orders
 
     def outcome(self) -> tuple[Literal["succeed", "fail"], str | None]:
         """How a sweep that is done ends, and why so, where that is not plain."""
         states = [row.state for row in self._study.get_trials(deepcopy=False)]
+        if not states:
+            return "fail", "it ended before its first trial"
         if TrialState.COMPLETE not in states:
             none = f"none of the {len(states)} trials completed: see their failures"
             return "fail", f"{self.limit.words}; {none}" if self.limit else none
@@ -541,10 +582,22 @@ def delete_study(name: str, storage: BaseStorage) -> None:
     """Remove a study, if there is one."""
     with suppress(KeyError):
         study_id = storage.get_study_id_from_name(name)
-        for _ in range(2):
-            # Optuna's cache forgets a study before the database does: a reader in between brings it back, and
-            # SQLite gives its id to the next study. By the second time there is nothing left to read.
-            storage.delete_study(study_id)
+        _mark_end_of_ids(study_id, storage)
+        storage.delete_study(study_id)
+
+
+def _mark_end_of_ids(study_id: int, storage: BaseStorage) -> None:
+    """See to it that this id, once it is deleted, is not given to another study.
+
+    SQLite gives the highest one again, and Optuna's cache, of this process or another, may still have the old
+    trials under it. So an empty study stays behind where that was the latest one.
+    """
+    ids = {study._study_id: study.study_name for study in storage.get_all_studies()}
+    if study_id == max(ids):
+        storage.create_new_study([StudyDirection.MINIMIZE], f"{REMOVED} {study_id}")
+    for marker, name in ids.items():
+        if name.startswith(REMOVED) and marker != max(ids):
+            storage.delete_study(marker)
 
 
 def open_study(spec: SweepSpec, name: str, storage: BaseStorage) -> optuna.Study:

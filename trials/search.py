@@ -26,8 +26,8 @@ class StudySearch(Searcher):
         self._shared = shared
         self.tasks: dict[str, Task] = {}
         """Open tasks by Tune's trial id."""
-        self._heard: dict[str, tuple[float, int]] = {}
-        """When an attempt last reported, on the monotonic clock, and its process's id."""
+        self._heard: dict[str, tuple[float, int | None]] = {}
+        """When an attempt last reported, or began, on the monotonic clock; its process's id, once known."""
         self._hung: set[str] = set()
 
     def suggest(self, trial_id: str) -> Any:
@@ -35,6 +35,7 @@ class StudySearch(Searcher):
         task = self._ledger.next_task()
         if task is not None:
             self.tasks[trial_id] = task
+            self._heard[trial_id] = time.monotonic(), None
             return {"task": task, **self._shared}
         # While a trial runs it may still come back; once none does, saying None would spin Tune for ever.
         return None if self.tasks else Searcher.FINISHED
@@ -57,14 +58,22 @@ class StudySearch(Searcher):
     def on_report(self, trial_id: str, pid: int) -> None:
         self._heard[trial_id] = time.monotonic(), pid
 
-    def end_hung(self) -> None:
-        """Kill the processes, of this machine, that have not reported for too long."""
+    def end_hung(self) -> bool:
+        """Kill the processes, of this machine, that have not reported for too long.
+
+        False where one cannot be found, since it has never reported: only all of Ray can be ended then.
+        """
         for trial_id, (at, pid) in list(self._heard.items()):
             task = self.tasks.get(trial_id)
-            if task is not None and time.monotonic() - at > task.hang_s and trial_id not in self._hung:
-                self._hung.add(trial_id)
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            silent_s = time.monotonic() - max(at, self._ledger.waited_at)
+            if task is None or silent_s <= task.hang_s or trial_id in self._hung:
+                continue
+            if pid is None:
+                return False
+            self._hung.add(trial_id)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return True
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: the study remembers."""

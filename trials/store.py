@@ -20,6 +20,7 @@ import fsspec
 
 SUMS = "SHA256SUMS"
 QUARANTINE = "quarantine"
+OWNER = "owner"
 
 
 PART = ".part"
@@ -59,6 +60,12 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
 
+    def numbers_with_last(self, sweep_id: str) -> list[int]:
+        """Of the trials that have a `last`."""
+        self._files.invalidate_cache()
+        found = self._files.glob(f"{self._root}/{sweep_id}/t*/last.tar")
+        return [int(path.split("/")[-2].removeprefix("t")) for path in found]
+
     def discard_last(self, sweep_id: str, number: int) -> None:
         with suppress(FileNotFoundError):
             self._files.rm_file(self._path(sweep_id, number, "last.tar"))
@@ -84,7 +91,7 @@ class CheckpointStore:
         """Everything in the store, but for what was put aside."""
         for path in self._files.find(self._root):
             parts = path.removeprefix(f"{self._root}/").split("/")
-            if parts[0] == QUARANTINE:
+            if parts[0] in {QUARANTINE, OWNER}:
                 continue
             trial = re.fullmatch(r"t(\d{5,})", parts[1]) if len(parts) == 3 else None
             with suppress(FileNotFoundError):  # it has just been replaced, or removed
@@ -92,11 +99,20 @@ class CheckpointStore:
                 number = int(trial[1]) if trial else None
                 yield StoredFile(path, parts[0], number, parts[-1], written_at.astimezone(UTC))
 
+    def is_owned_by(self, owner: str) -> bool:
+        """Whether only this owner's sweeps are kept here: who finds the store empty becomes its owner."""
+        path = f"{self._root}/{OWNER}"
+        self._files.invalidate_cache()
+        if not self._files.exists(path) and not any(True for _ in self.files()):
+            self._write(path, owner.encode())
+        return bool(self._files.exists(path) and self._files.cat_file(path) == owner.encode())
+
     def put_aside(self, file: StoredFile, at: datetime) -> None:
         """Where nobody looks for it, below the day on which it was done."""
         aside = f"{self._root}/{QUARANTINE}/{at:%Y-%m-%d}{file.path.removeprefix(self._root)}"
         self._files.makedirs(aside.rpartition("/")[0], exist_ok=True)
-        self._files.mv(file.path, aside)
+        with suppress(FileNotFoundError):  # somebody removed it
+            self._files.mv(file.path, aside)
 
     def empty_quarantine(self, until: datetime) -> None:
         """Remove for good what was put aside on the days before that one."""
