@@ -198,6 +198,8 @@ def test_an_ended_sweep_can_be_extended_and_goes_on_with_its_next_trial(client: 
         ({"wall_s": 60}, "/wall_s", "has no wall_s"),
         ({"target": 60}, "", "all 6 trials of the budget have ended: extend trials"),
         ({"trails": 5}, "/trails", "known here: max_failed, target, trials, wall_s"),
+        ({"trials": True}, "/trials", "valid integer"),
+        ({"trials": "3"}, "/trials", "valid integer"),
     ],
 )
 def test_an_extension_that_leads_nowhere_is_refused_and_changes_nothing(
@@ -208,6 +210,11 @@ def test_an_extension_that_leads_nowhere_is_refused_and_changes_nothing(
     assert error["pointer"] == pointer
     assert words in error["message"]
     assert client.get(f"/v1/sweeps/{ended}").json() == before
+
+
+def test_a_limit_that_grows_beyond_all_numbers_is_refused(idle: httpx.Client) -> None:
+    sweep_id = submit(idle, budget={"trials": 6, "wall_s": 1e308})
+    assert_problem(ask(idle, sweep_id, "extend", {"wall_s": 1.7e308}), 422)
 
 
 def test_failed_trials_are_tried_again_under_their_own_numbers(client: httpx.Client) -> None:
@@ -235,8 +242,12 @@ def test_a_clone_is_a_new_sweep_with_what_was_changed(client: httpx.Client, ende
     changed = {"name": "again", "sampler": {"name": "random", "seed": 2}}
     budget = {**origin["spec"]["budget"], "trials": 1}
     assert clone["spec"] == {**origin["spec"], **changed, "budget": budget}
-    (error,) = assert_problem(ask(client, ended, "clone", {"budget": {"trials": 0}}), 422)["errors"]
-    assert error["pointer"] == "/budget/trials"
+    for wrong, pointer in (
+        ({"budget": {"trials": 0}}, "/budget/trials"),
+        ({"preset": "quickstart"}, "/preset"),
+    ):
+        (error,) = assert_problem(ask(client, ended, "clone", wrong), 422)["errors"]
+        assert error["pointer"] == pointer
     wait_for(client, clone["id"], "succeeded")
 
 

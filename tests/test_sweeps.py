@@ -8,15 +8,24 @@ from typing import Any
 
 import pytest
 from optuna.storages import InMemoryStorage
+from sqlalchemy import update
 
-from service.errors import IllegalMove, InvalidSpec, NoCheckpointYet, SweepNotFound, TrialNotFound
+from service.errors import (
+    IllegalMove,
+    InvalidSpec,
+    NoCheckpointYet,
+    SweepNotFound,
+    TrialNotFound,
+    UnreadableStudy,
+)
 from service.lifecycle import Verb
-from service.records import Records, SweepJournal, open_engine
+from service.records import Records, SweepJournal, open_engine, sweeps
+from service.schemas import Extension, RetryRequest
 from service.sweeps import SweepController
 from tests.fakes import MemoryLauncher, failed, report, reports, spec, with_loss
 from tests.service_process import write_corpus
 from trials.ledger import Failure, StudyLedger, Task, close_open_trials
-from trials.spec import Resources, SweepRequest, SweepSpec
+from trials.spec import Budget, Resources, SweepRequest, SweepSpec
 from trials.store import CheckpointStore, unpack
 
 
@@ -302,3 +311,51 @@ def test_readiness_names_what_does_not_answer(
     broken = Records(open_engine(f"sqlite:///{tmp_path / 'no' / 'folder.db'}"))
     controller.records = broken
     assert controller.check_ready() == ["the database does not answer: OperationalError"]
+
+
+def test_failed_trials_are_not_tried_again_where_the_budget_would_end_them_at_once(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore
+) -> None:
+    limited = asked.model_copy(update={"budget": Budget(trials=6, wall_s=100)})
+    sweep_id = controller.create(limited).id
+    ledger = start(controller, sweep_id, store)
+    ledger.record(take(ledger), failed("user_error", "division by zero"))
+    controller.records.finish(sweep_id, 1, "fail")
+    with controller.records.engine.begin() as connection:
+        connection.execute(update(sweeps).values(ran_s=100.0))
+    with pytest.raises(InvalidSpec, match="extend wall_s"):
+        controller.retry_failed(sweep_id, RetryRequest())
+    controller.extend(sweep_id, Extension(wall_s=50))
+    assert controller.get(sweep_id).state == "queued"
+
+
+def test_second_request_to_try_again_adds_to_the_first(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore
+) -> None:
+    sweep_id = controller.create(asked).id
+    ledger = start(controller, sweep_id, store)
+    for failure_class in ("out_of_memory", "user_error"):
+        ledger.record(take(ledger), failed(failure_class))
+    controller.records.ask(sweep_id, "pause")
+    controller.records.finish(sweep_id, 1, "park")
+    for failure_class in ("out_of_memory", "user_error"):
+        controller.retry_failed(sweep_id, RetryRequest(classes=[failure_class]))
+    assert controller.records.get_sweep(sweep_id).retry_classes == ["out_of_memory", "user_error"]
+
+
+def test_sweep_whose_trials_are_damaged_hides_no_other_and_says_so(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged, whole = controller.create(asked).id, controller.create(asked).id
+    start(controller, damaged, store)
+
+    def broken(*arguments: Any, **named: Any) -> Any:
+        return json.loads("{dam")
+
+    monkeypatch.setattr(controller.storage, "get_all_trials", broken)
+    listed = {view.id: view for view in controller.list_sweeps()}
+    assert "cannot be read" in (listed[damaged].state_reason or "")
+    assert listed[whole].state_reason is None
+    with pytest.raises(UnreadableStudy, match=damaged):
+        controller.trials(damaged)
+    assert controller.ask(damaged, "cancel").state == "cancelling"
