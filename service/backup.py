@@ -288,6 +288,8 @@ def _require_unused(settings: Settings, sweep_ids: set[str]) -> None:
 def _require_empty(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CommandFailed(f"{folder} is not empty: name a folder that is not there yet")
+    if os.path.ismount(folder):  # which no folder can be renamed to
+        raise CommandFailed(f"{folder} is where a file system is mounted: name a folder below it")
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A database copied table by table while it is written to: between SQLite and PostgreSQL, either way."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class TrialInCopy:
     number: int
     finished: bool
     has_best: bool
+    """Whether its best checkpoint must be there: it has one, and no wish had it removed."""
 
 
 def open_to_copy(url: str) -> Engine:
@@ -69,10 +71,21 @@ def trials_in(connection: Connection) -> list[TrialInCopy]:
         .outerjoin(TrialUserAttributeModel, best)
         .order_by(sweeps.c.position, TrialModel.number)
     )
+    sparing = {
+        sweep_id for sweep_id, spec in connection.execute(select(sweeps.c.id, sweeps.c.spec)) if _spares(spec)
+    }
     return [
-        TrialInCopy(sweep_id, number, state.is_finished(), key is not None)
+        TrialInCopy(sweep_id, number, state.is_finished(), key is not None and sweep_id not in sparing)
         for sweep_id, number, state, key in rows
     ]
+
+
+def _spares(spec: str) -> bool:
+    """Whether not every best checkpoint of a sweep stays."""
+    try:
+        return json.loads(spec)["retention"]["bests_per_arm"] is not None
+    except (ValueError, KeyError, TypeError):  # of an earlier version, or damaged
+        return False
 
 
 def copy_database(source: Connection, url: str) -> None:

@@ -5,6 +5,7 @@ import os
 # Before torch is loaded: OpenMP threads that meet on a core, a test's and a driver's, cost up to ten times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -54,3 +55,17 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path / 'fraternal.db'}"
     server: PostgreSQL = request.getfixturevalue("server")
     return server.create_database()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for little."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounting = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mounting.returncode != 0:
+        pytest.skip(f"a small file system cannot be mounted here: {mounting.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

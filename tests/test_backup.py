@@ -413,3 +413,20 @@ def test_neither_backup_nor_output_holds_the_databases_password(
     assert "has sweeps already" in done.output
     assert not [name for name, held in contents(tmp_path).items() if b"xyzzy" in held]
     service.close()
+
+
+def test_checkpoints_that_were_removed_on_purpose_are_not_missed(small: Service, tmp_path: Path) -> None:
+    with small.records.engine.begin() as connection:
+        written = small.records.get_sweep("s1").written_spec
+        sparing = {**written, "retention": {"bests_per_arm": 1}}
+        connection.execute(update(sweeps).where(sweeps.c.id == "s1").values(spec=sparing))
+    small.store.discard_best("s1", DONE)
+    assert make_backup(small.settings, tmp_path / "backup", quiet).missing == []
+
+
+def test_mount_point_is_refused_before_anything_is_written(
+    small: Service, tmp_path: Path, small_disk: Path
+) -> None:
+    make_backup(small.settings, tmp_path / "backup", quiet)
+    with pytest.raises(CommandFailed, match="a file system is mounted: name a folder below it"):
+        restore_backup(tmp_path / "backup", Settings(data_dir=small_disk), quiet)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -307,20 +306,6 @@ def test_damaged_row_of_a_sweep_ends_that_sweep_and_no_other(service: ServicePro
     assert "cannot be read" in listed["state_reason"]
     assert open_trials(service, damaged) == []
     service.delete(damaged)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for little."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounting = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)], capture_output=True, text=True
-    )
-    if mounting.returncode != 0:
-        pytest.skip(f"a small file system cannot be mounted here: {mounting.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_full_disk_pauses_the_sweep_and_when_there_is_room_again_it_goes_on_to_the_same_end(
