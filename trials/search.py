@@ -15,6 +15,9 @@ from ray.tune.search import Searcher
 
 from trials.ledger import Report, StudyLedger, Task
 
+LONG_START_S = 300.0
+"""For a worker's process to come to its first report, at least, however soon a silent one is taken for hung."""
+
 
 class StudySearch(Searcher):
     """Suggests the ledger's tasks, and tells it of lost workers."""
@@ -65,8 +68,10 @@ class StudySearch(Searcher):
         """
         for trial_id, (at, pid) in list(self._heard.items()):
             task = self.tasks.get(trial_id)
-            silent_s = time.monotonic() - max(at, self._ledger.waited_at)
-            if task is None or silent_s <= task.hang_s or trial_id in self._hung:
+            if task is None or trial_id in self._hung:
+                continue
+            patience_s = task.hang_s if pid is not None else max(task.hang_s, LONG_START_S)
+            if time.monotonic() - max(at, self._ledger.waited_at) <= patience_s:
                 continue
             if pid is None:
                 return False

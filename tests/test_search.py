@@ -1,0 +1,97 @@
+"""The laws of the searcher: who is silent for too long is ended, and nobody before."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from optuna.storages import InMemoryStorage
+
+import trials.search
+from tests.fakes import MemoryJournal, open_ledger, spec
+from trials.ledger import StudyLedger
+from trials.search import LONG_START_S, StudySearch
+
+
+@pytest.fixture
+def ledger() -> StudyLedger:
+    asked = spec(retry={"hang_s": 100})
+    return open_ledger(asked, InMemoryStorage(), MemoryJournal())
+
+
+@pytest.fixture
+def worker() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+class Clock:
+    """The module's time, moved by hand."""
+
+    def __init__(self) -> None:
+        self.at = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.at
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(trials.search, "time", made)
+    return made
+
+
+def test_silent_worker_is_killed_after_its_time_and_its_trial_tried_again(
+    ledger: StudyLedger, worker: subprocess.Popen[bytes], clock: Clock
+) -> None:
+    search = StudySearch(ledger, {})
+    assert search.suggest("a")["task"].number == 0
+    search.on_report("a", worker.pid)
+    clock.at += 99
+    assert search.end_hung()
+    assert worker.poll() is None
+    clock.at += 2
+    assert search.end_hung()
+    assert worker.wait(10) == -signal.SIGKILL
+    search.on_trial_complete("a", error=True)
+    again = search.suggest("b")["task"]
+    assert (again.number, again.attempt) == (0, 2)
+
+
+def test_worker_is_not_blamed_for_the_time_in_which_nobody_read_what_it_said(
+    ledger: StudyLedger, worker: subprocess.Popen[bytes], clock: Clock
+) -> None:
+    search = StudySearch(ledger, {})
+    search.suggest("a")
+    search.on_report("a", worker.pid)
+    clock.at += 1000
+    ledger.waited_at = clock.at - 50
+    assert search.end_hung()
+    assert worker.poll() is None
+    clock.at += 51
+    search.end_hung()
+    assert worker.wait(10) == -signal.SIGKILL
+
+
+def test_worker_that_never_comes_to_speak_is_told_of_but_has_time_to_start(
+    ledger: StudyLedger, clock: Clock
+) -> None:
+    search = StudySearch(ledger, {})
+    search.suggest("a")
+    clock.at += LONG_START_S - 1
+    assert search.end_hung()
+    clock.at += 2
+    assert not search.end_hung()
+
+
+def test_trial_that_has_ended_is_no_longer_watched(ledger: StudyLedger, clock: Clock) -> None:
+    search = StudySearch(ledger, {})
+    search.suggest("a")
+    search.on_trial_complete("a", error=True)
+    clock.at += 10_000
+    assert search.end_hung()
