@@ -16,7 +16,7 @@ from ray.tune.search import Searcher
 from trials.ledger import Report, StudyLedger, Task
 
 LONG_START_S = 300.0
-"""For a worker's process to come to its first report, at least, however soon a silent one is taken for hung."""
+"""For a worker's process to come to its first report, however soon a silent one is taken for hung."""
 
 
 class StudySearch(Searcher):
