@@ -451,12 +451,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--first", type=int, default=1, help="begin with this one")
     parser.add_argument("--round", type=int, help="only this one")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--databases", default="sqlite,postgresql", help="in turn")
     given = parser.parse_args(arguments)
-    numbers = [given.round] if given.round else range(1, given.rounds + 1)
+    numbers = [given.round] if given.round else range(given.first, given.rounds + 1)
     folder = Path(tempfile.mkdtemp(prefix="fraternal-chaos-"))
     stories = run(numbers, given.seed, given.trials, given.databases.split(","), folder)
     print(
