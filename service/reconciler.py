@@ -85,10 +85,9 @@ class Reconciler:
 
     def _acts(self) -> bool:
         """Whether this controller is the one that acts: of several at one database, one does."""
-        holder = self._records.find_lease_holder(LEASE_NAME)
-        dead = holder is not None and not self._launcher.is_alive(holder)
+        launcher = self._launcher
         return self._records.hold_lease(
-            LEASE_NAME, self._launcher.identity(), CONTROLLER_LEASE, by_force=dead
+            LEASE_NAME, launcher.identity(), CONTROLLER_LEASE, lambda holder: not launcher.is_alive(holder)
         )
 
     def _run(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ class SweepRecord:
     retry_classes: list[FailureClass] | None
     """Trials that failed so are tried again by the next driver."""
 
-    @property
+    @cached_property
     def spec(self) -> SweepSpec:
         """Raises UnreadableSpec."""
         try:
@@ -321,32 +321,35 @@ class Records:
         with self.engine.begin() as connection:
             connection.execute(delete(sweeps).where(deleting))
 
-    def hold_lease(self, name: str, holder: dict[str, Any], lasting: timedelta, *, by_force: bool) -> bool:
-        """Take or renew a lease of the whole service; False while somebody else holds it.
+    def hold_lease(
+        self,
+        name: str,
+        holder: dict[str, Any],
+        lasting: timedelta,
+        is_dead: Callable[[dict[str, Any]], bool],
+    ) -> bool:
+        """Take or renew a lease of the whole service; False while somebody else, who is not dead, holds it.
 
-        By force, it is taken from a holder who is known to be dead.
+        It is renewed once a third of it is over, so that to ask often costs a look and no write.
         """
-        mine = leases.c.name == name
-        free = (leases.c.until < _naive(now())) | by_force
+        of_name = leases.c.name == name
         values = {"holder": holder, "until": _naive(now() + lasting)}
         with self.engine.begin() as connection:
-            found = connection.execute(select(leases).where(mine)).mappings().one_or_none()
+            found = connection.execute(select(leases).where(of_name)).mappings().one_or_none()
             if found is not None:
-                unchanged = leases.c.until == found["until"]
-                owned = mine & unchanged if found["holder"] == holder else mine & unchanged & free
-                return connection.execute(update(leases).where(owned).values(values)).rowcount == 1
+                left = found["until"] - _naive(now())
+                if found["holder"] == holder and left > lasting * 2 / 3:
+                    return True
+                if found["holder"] != holder and left >= timedelta(0) and not is_dead(found["holder"]):
+                    return False
+                unchanged = of_name & (leases.c.until == found["until"])
+                return connection.execute(update(leases).where(unchanged).values(values)).rowcount == 1
         try:
             with self.engine.begin() as connection:
                 connection.execute(insert(leases).values(name=name, **values))
         except IntegrityError:  # somebody was faster
             return False
         return True
-
-    def find_lease_holder(self, name: str) -> dict[str, Any] | None:
-        with self.engine.connect() as connection:
-            return connection.execute(
-                select(leases.c.holder).where(leases.c.name == name)
-            ).scalar_one_or_none()
 
     def give_lease_up(self, name: str, holder: dict[str, Any]) -> None:
         with self.engine.begin() as connection:

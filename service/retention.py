@@ -9,12 +9,11 @@ from datetime import timedelta
 from functools import cache, partial
 
 from optuna.storages import BaseStorage
-from optuna.trial import TrialState
 
 from service.errors import SweepNotFound
 from service.lifecycle import MOVING
 from service.records import Records, now
-from trials.ledger import find_rows
+from trials.ledger import ENDED_WELL, find_rows
 from trials.store import CheckpointStore
 
 log = logging.getLogger(__name__)
@@ -33,17 +32,18 @@ def collect_orphans(
     """
     store.empty_quarantine(now() - KEPT_ASIDE)
     known = {record.id for record in records.list_sweeps()}
+    of_others: dict[int | None, set[str]] | None = {} if store_is_ours else None
     in_use = cache(partial(_names_in_use, records=records, storage=storage))
     found = []
     for file in store.files():
         if now() - file.written_at < LEFT_ALONE:
             continue
-        names = in_use(file.sweep_id) if file.sweep_id in known else {}
-        is_orphan = store_is_ours if file.sweep_id not in known else names is not None
-        if is_orphan and file.name not in (names or {}).get(file.number, ()):
-            store.put_aside(file, now())
-            log.warning("put aside %s: nothing refers to it", file.path)
-            found.append(file.path)
+        names = in_use(file.sweep_id) if file.sweep_id in known else of_others
+        if names is None or file.name in names.get(file.number, ()):
+            continue
+        store.put_aside(file, now())
+        log.warning("put aside %s: nothing refers to it", file.path)
+        found.append(file.path)
     return found
 
 
@@ -61,5 +61,4 @@ def _names_in_use(
     # A sweep that has just been woken may have another study by now, and this one no rows.
     if before.state in MOVING or (before.generation, before.state) != (after.generation, after.state):
         return None
-    ended = {TrialState.COMPLETE, TrialState.PRUNED}
-    return {row.number: {"best.tar"} if row.state in ended else {"best.tar", "last.tar"} for row in rows}
+    return {row.number: {"best.tar"} if row.state in ENDED_WELL else {"best.tar", "last.tar"} for row in rows}

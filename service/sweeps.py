@@ -116,8 +116,10 @@ class SweepController:
 
     def trials(self, sweep_id: str) -> list[TrialView]:
         """In the order of their numbers. Raises SweepNotFound."""
-        record = self.records.get_sweep(sweep_id)
-        latest = self.records.latest_epochs(sweep_id)
+        return self._trials(self.records.get_sweep(sweep_id))
+
+    def _trials(self, record: SweepRecord) -> list[TrialView]:
+        latest = self.records.latest_epochs(record.id)
         return [TrialView(**_trial_fields(record, row, latest.get(row.number))) for row in self._rows(record)]
 
     def trial(self, sweep_id: str, number: int) -> TrialDetail:
@@ -135,11 +137,12 @@ class SweepController:
 
     def ask(self, sweep_id: str, verb: Verb) -> SweepView:
         """Pause, resume, stop, cancel or delete. Raises SweepNotFound, IllegalMove."""
-        before = self._view(self.records.get_sweep(sweep_id))
+        if verb != "delete":
+            self.records.ask(sweep_id, verb)
+            return self._view(self.records.get_sweep(sweep_id))
+        before = self._view(self.records.get_sweep(sweep_id))  # afterwards it may be gone already
         state = self.records.ask(sweep_id, verb)
-        if verb == "delete":  # by the time it is looked at, it may be gone
-            return before.model_copy(update={"state": state, "desired_state": WISHES[state], "legal": []})
-        return self._view(self.records.get_sweep(sweep_id))
+        return before.model_copy(update={"state": state, "desired_state": WISHES[state], "legal": []})
 
     def extend(self, sweep_id: str, by: Extension) -> SweepView:
         """Raise a budget; a sweep that has ended goes on. Raises SweepNotFound, IllegalMove, InvalidSpec."""
@@ -147,7 +150,7 @@ class SweepController:
         return self._view(self.records.get_sweep(sweep_id))
 
     def _extended(self, record: SweepRecord, by: Extension) -> Budget:
-        budget, trials = record.spec.budget, self.trials(record.id)
+        budget, trials = record.spec.budget, self._trials(record)
         problems = [
             Problem(
                 f"/{name}", "no_such_limit", f"the budget of sweep {record.id} has no {name}: leave it out"
@@ -181,16 +184,16 @@ class SweepController:
         Raises SweepNotFound, IllegalMove, InvalidSpec.
         """
         classes = set(request.classes if request.classes is not None else RETRIED_BY_DEFAULT)
-        record, trials = self.records.get_sweep(sweep_id), self.trials(sweep_id)
+        record = self.records.get_sweep(sweep_id)
         self.records.require_legal(record, "retry_failed")
-        failures = [trial.failure for trial in trials if trial.failure]
-        if not any(failure.failure_class in classes for failure in failures):
-            had = sorted({failure.failure_class for failure in failures})
+        trials = self._trials(record)
+        again = [trial for trial in trials if trial.failure and trial.failure.failure_class in classes]
+        if not again:
+            had = sorted({trial.failure.failure_class for trial in trials if trial.failure})
             words = f"no trial of sweep {sweep_id} has failed of {', '.join(sorted(classes))}"
             raise InvalidSpec(
                 [Problem("/classes", "nothing_to_retry", f"{words}; failures: {had or 'none'}")]
             )
-        again = [trial for trial in trials if trial.failure and trial.failure.failure_class in classes]
         _require_room(record.spec.budget, record, trials, again)
         asked_before = set(record.retry_classes or [])
         self.records.ask(sweep_id, "retry_failed", retry_classes=sorted(classes | asked_before))
@@ -256,13 +259,15 @@ class SweepController:
     def _view(self, record: SweepRecord) -> SweepView:
         reason = record.state_reason
         try:
-            trials = self.trials(record.id)
+            trials = self._trials(record)
         except UnreadableStudy as error:
             trials, reason = [], reason or str(error)
-        spec = _find_spec(record)
+        spec: SweepSpec | None = None
+        try:
+            spec = record.spec
+        except UnreadableSpec as error:
+            reason = reason or str(error)
         counts = _count(trials, spec.budget.trials if spec else len(trials))
-        if spec is None:
-            reason = reason or _unreadable(record)
         return SweepView(
             id=record.id,
             name=spec.name if spec else "",
@@ -296,14 +301,6 @@ def _find_spec(record: SweepRecord) -> SweepSpec | None:
         return record.spec
     except UnreadableSpec:
         return None
-
-
-def _unreadable(record: SweepRecord) -> str | None:
-    try:
-        _ = record.spec
-    except UnreadableSpec as error:
-        return str(error)
-    return None
 
 
 def build_controller(settings: Settings, launcher: Launcher) -> SweepController:

@@ -17,6 +17,13 @@ import torch
 
 from service.records import Records, migrate, open_engine
 from tests.databases import PostgreSQL
+from tests.service_process import (
+    ServiceProcess,
+    assert_exactly_the_budget,
+    running_service,
+    small_spec,
+    write_corpus,
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,3 +76,27 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a small file system cannot be mounted here: {mounting.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+# A real service, for the tests that kill things.
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with running_service(tmp_path_factory.mktemp("data")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(service: ServiceProcess, corpus: Path) -> dict[int, str]:
+    """The checkpoints of a sweep that nothing happened to, by trial number."""
+    sweep_id = service.submit(small_spec(corpus))
+    assert service.wait_for_end(sweep_id)["state"] == "succeeded"
+    assert_exactly_the_budget(service, sweep_id)
+    assert {trial["attempt"] for trial in service.trials(sweep_id)} == {1}
+    return service.checkpoints(sweep_id)

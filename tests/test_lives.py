@@ -5,7 +5,6 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -26,25 +25,6 @@ from tests.service_process import (
 )
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with running_service(tmp_path_factory.mktemp("data")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def undisturbed(service: ServiceProcess, corpus: Path) -> dict[int, str]:
-    """The checkpoints of a sweep that nothing happened to, by trial number."""
-    sweep_id = service.submit(small_spec(corpus))
-    assert service.wait_for_end(sweep_id)["state"] == "succeeded"
-    return service.checkpoints(sweep_id)
 
 
 def lasts(service: ServiceProcess, sweep_id: str) -> dict[int, float]:

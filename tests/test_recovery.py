@@ -7,7 +7,6 @@ by checkpoint, by SHA-256.
 import ipaddress
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +21,11 @@ from tests.service_process import (
     find_process,
     kill_process,
     open_files,
-    running_service,
     small_spec,
     wait_until,
-    write_corpus,
 )
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with running_service(tmp_path_factory.mktemp("data")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def undisturbed(service: ServiceProcess, corpus: Path) -> dict[int, str]:
-    """The checkpoints of a sweep that nothing happened to, by trial number."""
-    sweep_id = service.submit(small_spec(corpus))
-    assert service.wait_for_end(sweep_id)["state"] == "succeeded"
-    assert_exactly_the_budget(service, sweep_id)
-    assert {trial["attempt"] for trial in service.trials(sweep_id)} == {1}
-    return service.checkpoints(sweep_id)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,10 @@ class Timer:
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._due_at = time.monotonic() + every_s
+        self.restart()
+
+    def restart(self) -> None:
+        self._due_at = time.monotonic() + self._every_s
 
     @property
     def is_due(self) -> bool:
@@ -157,8 +160,9 @@ def _train(
             yield _report(task, store, training, corpus, result)
         elif wanted or living.is_due:
             yield ALIVE
-        if result is not None or living.is_due:
-            living = Timer(task.hang_s / SIGNS_OF_LIFE)
+        else:
+            continue
+        living.restart()
 
 
 def require_finite(result: EpochResult) -> None:

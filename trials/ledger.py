@@ -139,7 +139,7 @@ def _patient(method: Method) -> Method:
         pauses = _pauses(DATABASE_PATIENCE_S)
         while True:
             try:
-                with self.lock:
+                with self._lock:
                     return method(self, *args)
             except (JournalAway, StorageInternalError) as error:
                 if (pause := next(pauses, None)) is None:
@@ -194,7 +194,7 @@ class StudyLedger:
         self.sweep_id = sweep_id
         self._journal = journal
         self._store = store
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self._orders = journal.beat()
         self._study = open_study(spec, study_name or sweep_id, storage)
         pruner = spec.pruner
@@ -431,9 +431,8 @@ class StudyLedger:
     def _fail(self, trial: Trial, failure: Failure) -> None:
         self._fail_quietly(trial, failure)
         self._look_for_limits()
-        if (
-            words := alike(self._study.get_trials(deepcopy=False), self._spec.retry.identical_failures)
-        ) is not None:
+        words = alike(self._study.get_trials(deepcopy=False), self._spec.retry.identical_failures)
+        if words is not None:
             self._journal.ask_to_pause(words)
 
     @_patient

@@ -103,7 +103,7 @@ class CheckpointStore:
         """Whether only this owner's sweeps are kept here: who finds the store empty becomes its owner."""
         path = f"{self._root}/{OWNER}"
         self._files.invalidate_cache()
-        if not self._files.exists(path) and not any(True for _ in self.files()):
+        if not self._files.exists(self._root) or not self._files.ls(self._root, detail=False):
             self._write(path, owner.encode())
         return bool(self._files.exists(path) and self._files.cat_file(path) == owner.encode())
 
