@@ -25,8 +25,8 @@ from service.copies import (
     snapshot,
     trials_in,
 )
+from service.database import migrate, now
 from service.errors import CommandFailed
-from service.records import migrate, now
 from service.revisions import OPTUNAS, OURS, check_schema, shown
 from service.settings import Settings
 from service.version import own_version

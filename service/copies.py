@@ -10,8 +10,9 @@ from typing import Any
 from optuna.storages._rdb.models import BaseModel, StudyModel, TrialModel, TrialUserAttributeModel
 from sqlalchemy import Connection, Engine, and_, delete, func, insert, inspect, select, update
 
-from service.records import leases, metadata, migrate, open_engine, sweeps
+from service.database import migrate, open_engine
 from service.studies import open_storage
+from service.tables import leases, metadata, sweeps
 
 ROWS_AT_ONCE = 1000
 TABLES = [

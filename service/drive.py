@@ -5,9 +5,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from service.database import open_engine
 from service.errors import IncompatibleDatabase
 from service.launcher import findable
-from service.records import Records, SweepJournal, open_engine
+from service.records import Records, SweepJournal
 from service.revisions import check_schema
 from service.settings import Settings
 from service.studies import open_fenced_storage, study_to_go_on_with, write_down

@@ -8,10 +8,11 @@ from typing import Any
 
 from optuna.storages import BaseStorage
 
+from service.database import now
 from service.errors import UnreadableSpec
 from service.launcher import Launcher
 from service.lifecycle import MOVING, WITH_DRIVER, Verb
-from service.records import LEASE, Records, SweepRecord, now
+from service.records import LEASE, Records, SweepRecord
 from trials.ledger import Failure, close_open_trials, delete_study, studies_of
 from trials.store import CheckpointStore
 

@@ -1,35 +1,17 @@
-"""Our tables beside Optuna's in the one database: sweeps, epochs, events. SQLAlchemy, made by Alembic.
-
-Times are naive UTC in the database and aware in Python.
-"""
+"""Sweeps, their epochs and events as rows; and what a driver may write, fenced by its generation."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
-import alembic.command
-import alembic.config
 from pydantic_core import from_json, to_json
 from sqlalchemy import (
-    JSON,
-    Boolean,
-    Column,
     Connection,
-    DateTime,
     Engine,
-    Float,
-    ForeignKey,
-    Integer,
-    MetaData,
     RowMapping,
-    String,
-    Table,
-    Text,
-    create_engine,
     delete,
     event,
     func,
@@ -37,11 +19,11 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.sql import ColumnElement
 
+from service.database import aware, naive, now
 from service.errors import IllegalMove, SweepNotFound, UnreadableSpec
 from service.lifecycle import (
     MOVES,
@@ -53,6 +35,7 @@ from service.lifecycle import (
     Verb,
     legal_requests,
 )
+from service.tables import epochs, events, leases, sweeps
 from trials.ledger import Fenced, JournalAway, Orders
 from trials.spec import Budget, FailureClass, SweepSpec
 
@@ -60,76 +43,6 @@ LEASE = timedelta(seconds=20)
 """How long a driver may be silent before another one is started."""
 FIRST_LEASE = timedelta(seconds=60)
 """The same before its first word: on a busy machine, loading what a driver needs may outlast a lease."""
-
-metadata = MetaData()
-
-sweeps = Table(
-    "fraternal_sweeps",
-    metadata,
-    Column("position", Integer, primary_key=True, autoincrement=True),  # the order in which sweeps came
-    Column("id", String(40), unique=True, nullable=False),
-    Column("spec", JSON, nullable=False),
-    Column("state", String(16), nullable=False, index=True),
-    Column("state_since", DateTime),
-    Column("state_reason", Text),
-    Column("generation", Integer, nullable=False, default=0),
-    Column("epochs_at_launch", Integer, nullable=False, default=0),
-    Column("fruitless_launches", Integer, nullable=False, default=0),
-    Column("driver", JSON(none_as_null=True)),
-    Column("lease_until", DateTime),
-    Column("created_at", DateTime, nullable=False),
-    Column("started_at", DateTime),
-    Column("finished_at", DateTime),
-    Column("ran_s", Float, nullable=False, server_default="0"),  # before it came to run as it runs now
-    Column("running_since", DateTime),
-    Column("study", String(64)),
-    Column("retry_classes", JSON(none_as_null=True)),  # of failures that the next driver tries again
-)
-
-leases = Table(
-    "fraternal_leases",
-    metadata,
-    Column("name", String(32), primary_key=True),
-    Column("holder", JSON, nullable=False),
-    Column("until", DateTime, nullable=False),
-)
-
-epochs = Table(
-    "fraternal_epochs",
-    metadata,
-    Column("sweep_id", ForeignKey("fraternal_sweeps.id", ondelete="CASCADE"), primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("epoch", Integer, primary_key=True),
-    Column("attempt", Integer, nullable=False),
-    Column("recorded_at", DateTime, nullable=False),
-    Column("train_loss", Float, nullable=False),
-    Column("valid_loss", Float, nullable=False),
-    Column("raw_valid_loss", Float, nullable=False),
-    Column("averaged", Boolean, nullable=False),
-    Column("optimised", Float, nullable=False),
-    Column("penalty", Float, nullable=False),
-    Column("ar", Float, nullable=False),
-    Column("tar", Float, nullable=False),
-    Column("gradient_norm", Float, nullable=False),
-    Column("lr", Float),
-    Column("pair_difference", Float),
-    Column("prediction_variance", Float),
-    Column("expectation_gap", Float),
-    Column("tokens", Integer, nullable=False),
-    Column("tokens_per_s", Float),
-    Column("seconds", Float, nullable=False),
-    Column("is_best", Boolean, nullable=False),
-)
-
-events = Table(
-    "fraternal_events",
-    metadata,
-    Column("id", Integer, primary_key=True, autoincrement=True),
-    Column("sweep_id", ForeignKey("fraternal_sweeps.id", ondelete="CASCADE"), nullable=False, index=True),
-    Column("at", DateTime, nullable=False),
-    Column("kind", String(64), nullable=False),
-    Column("detail", JSON, nullable=False),
-)
 
 
 @dataclass(frozen=True)
@@ -156,6 +69,10 @@ class SweepRecord:
     """Name of its study."""
     retry_classes: list[FailureClass] | None
     """Trials that failed so are tried again by the next driver."""
+    retry_numbers: list[int] | None
+    """Failed trials that are, too."""
+    revision: int
+    """Grows with all that clients ask of it."""
 
     @cached_property
     def spec(self) -> SweepSpec:
@@ -192,7 +109,7 @@ class Records:
         self.engine = engine
 
     def add_sweep(self, sweep_id: str, spec: SweepSpec) -> SweepRecord:
-        created_at = _naive(now())
+        created_at = naive(now())
         values = {
             "id": sweep_id,
             "spec": spec.model_dump(mode="json"),
@@ -255,8 +172,8 @@ class Records:
         """
         values = {
             "generation": record.generation + 1,
-            "lease_until": _naive(now() + FIRST_LEASE),
-            "started_at": _naive(record.started_at or now()),
+            "lease_until": naive(now() + FIRST_LEASE),
+            "started_at": naive(record.started_at or now()),
             "driver": None,
             "fruitless_launches": fruitless,
             "epochs_at_launch": epochs_done,
@@ -333,11 +250,11 @@ class Records:
         It is renewed once a third of it is over, so that to ask often costs a look and no write.
         """
         of_name = leases.c.name == name
-        values = {"holder": holder, "until": _naive(now() + lasting)}
+        values = {"holder": holder, "until": naive(now() + lasting)}
         with self.engine.begin() as connection:
             found = connection.execute(select(leases).where(of_name)).mappings().one_or_none()
             if found is not None:
-                left = found["until"] - _naive(now())
+                left = found["until"] - naive(now())
                 if found["holder"] == holder and left > lasting * 2 / 3:
                     return True
                 if found["holder"] != holder and left >= timedelta(0) and not is_dead(found["holder"]):
@@ -442,7 +359,7 @@ class SweepJournal:
             self._renew(connection)
             connection.execute(delete(epochs).where(same))
             connection.execute(
-                insert(epochs).values({**values, **key, "attempt": attempt, "recorded_at": _naive(now())})
+                insert(epochs).values({**values, **key, "attempt": attempt, "recorded_at": naive(now())})
             )
 
     def recorded_epochs(self, number: int) -> int:
@@ -481,7 +398,7 @@ def _renew(connection: Connection, sweep_id: str, generation: int) -> Orders:
     renewed = connection.execute(
         update(sweeps)
         .where(mine)
-        .values(lease_until=_naive(now() + LEASE))
+        .values(lease_until=naive(now() + LEASE))
         .returning(sweeps.c.state, sweeps.c.spec["budget"], sweeps.c.ran_s, sweeps.c.running_since)
     ).one_or_none()
     if renewed is None:
@@ -510,65 +427,8 @@ def fence_writes(engine: Engine, sweep_id: str, generation: int) -> None:
         connection.info.pop("fenced", None)
 
 
-def open_engine(url: str, **options: Any) -> Engine:
-    """An engine for our tables; SQLite in WAL mode with a patient lock."""
-    sqlite = make_url(url).get_backend_name() == "sqlite"
-    engine = create_engine(
-        url,
-        connect_args={"timeout": 60} if sqlite else {},
-        pool_pre_ping=not sqlite,
-        **{"json_deserializer": _lenient_json, **options},
-    )
-    if sqlite:
-        tune_sqlite(engine)
-    return engine
-
-
-def _lenient_json(written: str) -> Any:
-    """A damaged row is told of where it is read, and hides no other."""
-    try:
-        return from_json(written)
-    except ValueError:
-        return f"damaged: {written[:40]}"
-
-
-def tune_sqlite(engine: Engine) -> None:
-    """WAL lets readers and a writer work at once; NORMAL keeps a commit unless the machine loses power."""
-
-    @event.listens_for(engine, "connect")
-    def set_pragmas(connection: Any, _record: Any) -> None:
-        cursor = connection.cursor()
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
-            cursor.execute(f"PRAGMA {pragma}")
-        cursor.close()
-
-
-def migrate(engine: Engine, revision: str = "head") -> None:
-    """Bring our tables to this version's shape, or change nothing; what is there already keeps its rows."""
-    config = alembic.config.Config()
-    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
-    with engine.begin() as connection:
-        if engine.dialect.name == "sqlite":  # Python's module would commit after every CREATE TABLE
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-        config.attributes["connection"] = connection
-        alembic.command.upgrade(config, revision)
-
-
-def now() -> datetime:
-    return datetime.now(UTC)
-
-
-def _naive(at: datetime) -> datetime:
-    return at.astimezone(UTC).replace(tzinfo=None)
-
-
-def aware(at: datetime | None) -> datetime | None:
-    """A naive UTC time of the database, as an aware one."""
-    return at.replace(tzinfo=UTC) if at is not None else None
-
-
 def _event(sweep_id: str, kind: str, detail: dict[str, Any]) -> Any:
-    return insert(events).values(sweep_id=sweep_id, at=_naive(now()), kind=kind, detail=detail)
+    return insert(events).values(sweep_id=sweep_id, at=naive(now()), kind=kind, detail=detail)
 
 
 def _locked_row(connection: Connection, sweep_id: str, *, required: bool = True) -> Any:
@@ -606,7 +466,7 @@ def _require_legal(row: Any, verb: Verb) -> None:
 
 def _clock(row: RowMapping, after: State) -> dict[str, Any]:
     """What a new state makes of the times: when it began, and how long the sweep has run."""
-    at = _naive(now())
+    at = naive(now())
     changes: dict[str, Any] = {}
     if after != row["state"]:
         changes["state_since"] = at

@@ -10,9 +10,10 @@ from functools import cache, partial
 
 from optuna.storages import BaseStorage
 
+from service.database import now
 from service.errors import SweepNotFound
 from service.lifecycle import MOVING
-from service.records import Records, now
+from service.records import Records
 from trials.ledger import ENDED_WELL, find_rows
 from trials.store import CheckpointStore
 

@@ -3,8 +3,9 @@
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from sqlalchemy.engine import make_url
 
+from service.database import tune_sqlite
 from service.lifecycle import Verb
-from service.records import Records, fence_writes, tune_sqlite
+from service.records import Records, fence_writes
 from trials.ledger import StudyLedger, delete_study, reopen_failed, studies_of
 
 

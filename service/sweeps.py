@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from sqlalchemy import RowMapping
 from sqlalchemy.exc import SQLAlchemyError
 
+from service.database import aware, migrate, open_engine
 from service.errors import (
     InvalidSpec,
     NoCheckpointYet,
@@ -29,7 +30,7 @@ from service.errors import (
 from service.launcher import Launcher
 from service.lifecycle import TERMINAL_STATES, WISHES, WITH_DRIVER, Verb, legal_requests
 from service.problems import problems_in
-from service.records import Records, SweepRecord, aware, migrate, open_engine
+from service.records import Records, SweepRecord
 from service.resources import placed, problems_with
 from service.revisions import check_schema
 from service.schemas import (

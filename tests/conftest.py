@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from service.records import Records, migrate, open_engine
+from service.database import migrate, open_engine
+from service.records import Records
 from tests.databases import PostgreSQL
 from tests.service_process import (
     ServiceProcess,

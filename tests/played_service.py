@@ -11,8 +11,9 @@ import httpx
 import uvicorn
 
 from service.app import create_app
+from service.database import open_engine
 from service.launcher import Capacity
-from service.records import Records, SweepJournal, open_engine
+from service.records import Records, SweepJournal
 from service.settings import Settings
 from service.studies import open_storage, study_to_go_on_with, write_down
 from trials.ledger import Failure, Report, StudyLedger, Task

@@ -16,9 +16,10 @@ import httpx
 import numpy as np
 import psutil
 
+from service.database import open_engine
 from service.launcher import MARK, end_marked_processes, marked_processes
 from service.lifecycle import TERMINAL_STATES
-from service.records import Records, open_engine
+from service.records import Records
 
 PATIENCE_S = 120
 

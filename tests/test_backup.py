@@ -19,11 +19,13 @@ from typer.testing import CliRunner
 from service.backup import DATABASE, MANIFEST, make_backup, restore_backup
 from service.cli import app
 from service.copies import TABLES
+from service.database import migrate, open_engine
 from service.errors import CommandFailed, IncompatibleDatabase
-from service.records import Records, SweepJournal, leases, migrate, open_engine, sweeps
+from service.records import Records, SweepJournal
 from service.revisions import OURS, VERSION_TABLE
 from service.settings import Settings
 from service.studies import open_storage
+from service.tables import leases, sweeps
 from tests.databases import PostgreSQL
 from tests.fakes import epoch_fields, spec
 from trials.ledger import open_study

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from service.records import migrate, open_engine
+from service.database import migrate, open_engine
 from tests.chaos import EPOCHS, TIMES, Outcome, Story, deaths, judge, main, summary, to_markdown
 from tests.databases import SQLite
 

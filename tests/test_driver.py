@@ -15,9 +15,10 @@ from optuna.storages import InMemoryStorage
 
 import trials.driver
 from models.precision import UnsupportedPrecision
+from service.database import migrate, open_engine
 from service.drive import main
 from service.launcher import findable
-from service.records import Records, migrate, open_engine
+from service.records import Records
 from service.settings import Settings
 from service.studies import open_storage
 from tests.fakes import MemoryJournal, open_ledger, spec

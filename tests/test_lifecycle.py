@@ -13,6 +13,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 from sqlalchemy import update
 
+from service.database import migrate, naive, now, open_engine
 from service.errors import IllegalMove, InvalidSpec, SweepNotFound
 from service.lifecycle import (
     MOVES,
@@ -25,10 +26,11 @@ from service.lifecycle import (
     legal_requests,
 )
 from service.reconciler import Reconciler
-from service.records import Records, SweepJournal, _naive, migrate, now, open_engine, sweeps
+from service.records import Records, SweepJournal
 from service.schemas import Extension, RetryRequest
 from service.studies import study_to_go_on_with, write_down
 from service.sweeps import SweepController
+from service.tables import sweeps
 from tests.fakes import MemoryLauncher, failed, report, spec
 from trials.ledger import Fenced, StudyLedger, Task
 from trials.store import CheckpointStore
@@ -225,7 +227,7 @@ class SweepsThatLive(RuleBasedStateMachine):
     def a_lease_runs_out(self, name: str) -> None:
         """The driver was frozen: it lives, and is about to go on."""
         with self.records.engine.begin() as connection:
-            long_ago = _naive(now() - timedelta(minutes=10))
+            long_ago = naive(now() - timedelta(minutes=10))
             connection.execute(update(sweeps).where(sweeps.c.id == name).values(lease_until=long_ago))
 
     @invariant()

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from service.database import open_engine
 from service.launcher import MARK, marked_processes
-from service.records import Records, open_engine
+from service.records import Records
 from tests.service_process import (
     ServiceProcess,
     assert_exactly_the_budget,

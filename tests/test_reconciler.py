@@ -10,6 +10,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 from sqlalchemy import update
 
+from service.database import naive, now
 from service.reconciler import (
     LONG_BETWEEN_LOOKS,
     LONG_LIFE_S,
@@ -18,7 +19,8 @@ from service.reconciler import (
     TIME_TO_PAUSE,
     Reconciler,
 )
-from service.records import Records, SweepJournal, _naive, leases, now, sweeps
+from service.records import Records, SweepJournal
+from service.tables import leases, sweeps
 from tests.fakes import MemoryLauncher, epoch_fields, spec
 from trials.ledger import StudyLedger, reopen_failed, studies_of
 from trials.store import CheckpointStore
@@ -57,7 +59,7 @@ class World:
         del self.launcher.alive[name]
 
     def expire(self, name: str) -> None:
-        past = _naive(now() - timedelta(seconds=1))
+        past = naive(now() - timedelta(seconds=1))
         with self.records.engine.begin() as connection:
             connection.execute(update(sweeps).where(sweeps.c.id == name).values(lease_until=past))
 
@@ -164,7 +166,7 @@ def test_finished_driver_that_does_not_end_is_ended(world: World) -> None:
     world.look()
     world.records.finish("s1", 1, "succeed")
     with world.records.engine.begin() as connection:
-        long_ago = _naive(now() - TIME_TO_END)
+        long_ago = naive(now() - TIME_TO_END)
         connection.execute(update(sweeps).values(state_since=long_ago))
     world.look()
     assert world.launcher.alive == {}
@@ -329,7 +331,7 @@ def test_driver_that_does_not_come_to_pause_is_ended(world: World) -> None:
     world.look()
     world.records.ask("s1", "pause")
     with world.records.engine.begin() as connection:
-        connection.execute(update(sweeps).values(state_since=_naive(now() - TIME_TO_PAUSE)))
+        connection.execute(update(sweeps).values(state_since=naive(now() - TIME_TO_PAUSE)))
     world.look()
     assert world.states() == {"s1": "paused"}
     assert world.launcher.alive == {}
@@ -404,7 +406,7 @@ def test_second_controller_takes_over_and_the_first_one_no_longer_acts(world: Wo
         world.reconciler.stop(stop_drivers=False)
     else:
         with world.records.engine.begin() as connection:
-            connection.execute(update(leases).values(until=_naive(now() - timedelta(seconds=1))))
+            connection.execute(update(leases).values(until=naive(now() - timedelta(seconds=1))))
     world.records.ask("s1", "pause")
     world.records.ask("s1", "resume")
     other.look()

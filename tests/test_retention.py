@@ -11,7 +11,8 @@ import pytest
 from optuna.storages import InMemoryStorage
 
 import service.retention
-from service.records import Records, SweepJournal, now
+from service.database import now
+from service.records import Records, SweepJournal
 from service.retention import KEPT_ASIDE, LEFT_ALONE, collect_orphans
 from service.studies import write_down
 from tests.fakes import failed, report, reports, spec

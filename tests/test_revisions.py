@@ -27,12 +27,14 @@ from sqlalchemy import (
 )
 
 from service.app import create_app
+from service.database import migrate, open_engine
 from service.errors import IncompatibleDatabase
 from service.launcher import LocalLauncher
-from service.records import Records, metadata, migrate, open_engine
+from service.records import Records
 from service.revisions import OPTUNAS, OURS, VERSION_TABLE, check_schema
 from service.settings import Settings
 from service.studies import open_storage
+from service.tables import metadata
 from tests.fakes import spec
 
 REVISIONS = list(reversed(OURS.known()))

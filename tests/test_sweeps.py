@@ -10,6 +10,7 @@ import pytest
 from optuna.storages import InMemoryStorage
 from sqlalchemy import update
 
+from service.database import open_engine
 from service.errors import (
     IllegalMove,
     InvalidSpec,
@@ -19,9 +20,10 @@ from service.errors import (
     UnreadableStudy,
 )
 from service.lifecycle import Verb
-from service.records import Records, SweepJournal, open_engine, sweeps
+from service.records import Records, SweepJournal
 from service.schemas import Extension, RetryRequest
 from service.sweeps import SweepController
+from service.tables import sweeps
 from tests.fakes import MemoryLauncher, failed, report, reports, spec, with_loss
 from tests.service_process import write_corpus
 from trials.ledger import Failure, StudyLedger, Task, close_open_trials
