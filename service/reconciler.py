@@ -13,8 +13,8 @@ from service.errors import UnreadableSpec
 from service.launcher import Launcher
 from service.lifecycle import MOVING, WITH_DRIVER, Verb
 from service.records import LEASE, Records, SweepRecord
-from trials.ledger import Failure, close_open_trials, delete_study, studies_of
 from trials.store import CheckpointStore
+from trials.studies import Failure, close_open_trials, delete_study, studies_of
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ from sqlalchemy.engine import make_url
 from service.database import tune_sqlite
 from service.lifecycle import Verb
 from service.records import Records, fence_writes
-from trials.ledger import StudyLedger, delete_study, reopen_failed, studies_of
+from trials.ledger import StudyLedger
+from trials.studies import delete_study, reopen_failed, studies_of
 
 
 def open_storage(url: str) -> RDBStorage:

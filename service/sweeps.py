@@ -47,10 +47,10 @@ from service.schemas import (
 from service.settings import Settings
 from service.studies import open_storage
 from trials.corpora import CorpusError, check_corpus, resolved
-from trials.ledger import find_rows
 from trials.perplexity import perplexity
 from trials.spec import MOST_TRIALS, Budget, FailureClass, SweepRequest, SweepSpec, merged
 from trials.store import CheckpointStore
+from trials.studies import find_rows
 
 LITTLE_ROOM = 256 * 2**20
 """Bytes, or a twentieth of a smaller disk."""

@@ -9,9 +9,10 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from service.launcher import Capacity
-from trials.ledger import Failure, Fenced, Orders, Report, StudyLedger, Task
+from trials.ledger import Fenced, Orders, Report, StudyLedger, Task
 from trials.spec import Budget, SweepSpec
 from trials.store import CheckpointStore
+from trials.studies import Failure
 
 SWEEP = "s0123456789"
 

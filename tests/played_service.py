@@ -16,9 +16,10 @@ from service.launcher import Capacity
 from service.records import Records, SweepJournal
 from service.settings import Settings
 from service.studies import open_storage, study_to_go_on_with, write_down
-from trials.ledger import Failure, Report, StudyLedger, Task
+from trials.ledger import Report, StudyLedger, Task
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore
+from trials.studies import Failure
 
 HELD = "held"
 """A sweep of this name stays after the first epoch of its first trial until it is cancelled."""

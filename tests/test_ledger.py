@@ -36,27 +36,19 @@ from tests.fakes import (
     valid_loss,
     with_loss,
 )
-from trials.ledger import (
-    DATABASE_PATIENCE_S,
-    MOST_INTERMEDIATE_VALUES,
+from trials.ledger import DATABASE_PATIENCE_S, Fenced, JournalAway, Report, StudyLedger, Task, perplexity
+from trials.pruners import MOST_INTERMEDIATE_VALUES, intermediate_epochs, rung_epochs
+from trials.spec import Budget, SuccessiveHalving, SweepSpec
+from trials.store import CheckpointStore
+from trials.studies import (
     Failure,
-    Fenced,
-    JournalAway,
-    Report,
-    StudyLedger,
-    Task,
     close_open_trials,
     delete_study,
     find_rows,
-    intermediate_epochs,
     open_study,
-    perplexity,
     reopen_failed,
-    rung_epochs,
     studies_of,
 )
-from trials.spec import Budget, SuccessiveHalving, SweepSpec
-from trials.store import CheckpointStore
 
 Work = Callable[[Task], Iterator[Report]]
 HALVING = {"name": "successive_halving", "min_epochs": 1, "reduction_factor": 2}

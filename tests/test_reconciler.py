@@ -22,8 +22,9 @@ from service.reconciler import (
 from service.records import Records, SweepJournal
 from service.tables import leases, sweeps
 from tests.fakes import MemoryLauncher, epoch_fields, spec
-from trials.ledger import StudyLedger, reopen_failed, studies_of
+from trials.ledger import StudyLedger
 from trials.store import CheckpointStore
+from trials.studies import reopen_failed, studies_of
 
 
 class World:

@@ -8,39 +8,29 @@ import math
 import threading
 import time
 import traceback
-import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-import optuna
-from optuna.exceptions import ExperimentalWarning, StorageInternalError
-from optuna.pruners import BasePruner, NopPruner
+from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from trials.corpora import CorpusSpec
 from trials.perplexity import perplexity
-from trials.samplers import build_sampler, suggest
-from trials.spec import Budget, FailureClass, SuccessiveHalving, SweepSpec, TrialConfig
+from trials.pruners import intermediate_epochs, rung_epochs
+from trials.samplers import suggest
+from trials.spec import Budget, FailureClass, SweepSpec, TrialConfig
 from trials.store import CheckpointStore
+from trials.studies import ENDED_WELL, Failure, open_study, set_failure
 
 log = logging.getLogger(__name__)
 
 DATABASE_PATIENCE_S = 600.0
 """How long a driver waits for a database that does not answer; then it ends, and another one is started."""
-ENDED_WELL = (TrialState.COMPLETE, TrialState.PRUNED)
-MOST_INTERMEDIATE_VALUES = 50
-"""Of one trial in Optuna: the dashboard takes seconds to draw 400 trials of 500 epochs."""
-
-REMOVED = "(removed until here)"
-"""Begins the name of a study that keeps an id from being used again."""
-TOLD_OF_FAILURE = frozenset({"failure_class", "failure_message", "lost_attempts"})
-"""Attributes that a failed trial has, and one that is tried again has not."""
 
 
 class Fenced(Exception):
@@ -104,12 +94,6 @@ class Task:
     """Digests of the text that the sweep began with; None before its first epoch."""
     gpu_share: float = 1.0
     """How much of a GPU's memory this trial may take, where it runs on one."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    failure_class: FailureClass
-    message: str
 
 
 @dataclass(frozen=True)
@@ -452,7 +436,7 @@ class StudyLedger:
         return True
 
     def _fail_quietly(self, trial: Trial, failure: Failure) -> None:
-        _set_failure(trial, failure)
+        set_failure(trial, failure)
         self._tell(trial, TrialState.FAIL)
 
     def _tell(self, trial: Trial, state: TrialState, value: float | None = None) -> None:
@@ -540,145 +524,3 @@ def _way_of_failing(row: FrozenTrial) -> tuple[str, str] | None:
     if row.state != TrialState.FAIL or failure_class in {None, "diverged", "cancelled"}:
         return None
     return failure_class, row.user_attrs["failure_message"].strip().rpartition("\n")[2]
-
-
-def reopen_failed(
-    study_name: str, new_name: str, spec: SweepSpec, storage: BaseStorage, classes: Collection[str]
-) -> None:
-    """A copy of a study in which the trials that failed in one of these classes are open again.
-
-    A finished row cannot be changed in Optuna. A half-made copy of the same name is made anew.
-    """
-    delete_study(new_name, storage)
-    before = optuna.load_study(study_name=study_name, storage=storage)
-    after = open_study(spec, new_name, storage)
-    for name, value in before.user_attrs.items():
-        after.set_user_attr(name, value)
-    for row in before.get_trials():
-        if row.state == TrialState.FAIL and row.user_attrs.get("failure_class") in classes:
-            row.state, row.values, row.datetime_complete = TrialState.RUNNING, None, None
-            row.user_attrs = {
-                name: value for name, value in row.user_attrs.items() if name not in TOLD_OF_FAILURE
-            }
-        storage.create_new_trial(after._study_id, template_trial=row)
-
-
-def find_rows(study_name: str, storage: BaseStorage) -> list[FrozenTrial]:
-    """The trials of a study, by number; none where no driver has opened it yet."""
-    try:
-        return optuna.load_study(study_name=study_name, storage=storage).get_trials(deepcopy=False)
-    except KeyError:
-        return []
-
-
-def studies_of(sweep_id: str, storage: BaseStorage) -> list[str]:
-    """Its study, and what was left of earlier ones or of a copy half made."""
-    names = [study.study_name for study in storage.get_all_studies()]
-    return [name for name in names if name.partition("~")[0] == sweep_id]
-
-
-def delete_study(name: str, storage: BaseStorage) -> None:
-    """Remove a study, if there is one."""
-    with suppress(KeyError):
-        study_id = storage.get_study_id_from_name(name)
-        _mark_end_of_ids(study_id, storage)
-        storage.delete_study(study_id)
-
-
-def _mark_end_of_ids(study_id: int, storage: BaseStorage) -> None:
-    """See to it that this id, once it is deleted, is not given to another study.
-
-    SQLite gives the highest one again, and Optuna's cache, of this process or another, may still have the old
-    trials under it. So an empty study stays behind where that was the latest one.
-    """
-    ids = {study._study_id: study.study_name for study in storage.get_all_studies()}
-    if study_id == max(ids):
-        storage.create_new_study([StudyDirection.MINIMIZE], f"{REMOVED} {study_id}")
-    for marker, name in ids.items():
-        if name.startswith(REMOVED) and marker != max(ids):
-            storage.delete_study(marker)
-
-
-def open_study(spec: SweepSpec, name: str, storage: BaseStorage) -> optuna.Study:
-    """The sweep's study, created where it is not there yet."""
-    study = optuna.create_study(
-        study_name=name,
-        storage=storage,
-        sampler=build_sampler(spec),
-        pruner=build_pruner(spec),
-        direction="minimize",
-        load_if_exists=True,
-    )
-    if not study.metric_names:
-        study.set_user_attr("name", spec.name)
-        with warnings.catch_warnings(category=ExperimentalWarning, action="ignore"):
-            study.set_metric_names(["valid_perplexity"])
-    return study
-
-
-def close_open_trials(study_name: str, storage: BaseStorage, failure: Failure) -> None:
-    """End the rows of a sweep that has no driver any more, and will get none."""
-    try:
-        study = optuna.load_study(study_name=study_name, storage=storage)
-    except KeyError:  # cancelled before it had a driver
-        return
-    for row in study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING)):
-        trial = Trial(study, row._trial_id)
-        _set_failure(trial, failure)
-        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
-
-
-def _set_failure(trial: Trial, failure: Failure) -> None:
-    trial.set_user_attr("failure_message", failure.message[-4000:])
-    trial.set_user_attr("failure_class", failure.failure_class)
-
-
-class HalvingWithinArms(BasePruner):
-    """Asynchronous successive halving (Li et al. 2018) that compares a trial with those of its own arm.
-
-    Arms whose curves cross would otherwise prune one another, and the comparison between them would be of who
-    starts faster. Which rung a trial has reached is read off its intermediate values: a decision that a crash
-    undid is made again, where Optuna's pruner, which writes rungs down, would let the trial pass.
-    """
-
-    def __init__(self, spec: SweepSpec, halving: SuccessiveHalving) -> None:
-        self._spec = spec
-        self._halving = halving
-        self._rungs = rung_epochs(halving, spec.training.epochs)
-
-    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        epoch = trial.last_step
-        if epoch not in self._rungs:
-            return False
-        arm = self._spec.arm_of(trial.number)
-        there = sorted(
-            row.intermediate_values[epoch]
-            for row in study.get_trials(deepcopy=False)
-            if epoch in row.intermediate_values and self._spec.arm_of(row.number) == arm
-        )
-        passing = max(1, len(there) // self._halving.reduction_factor)
-        return trial.intermediate_values[epoch] > there[passing - 1]
-
-
-def build_pruner(spec: SweepSpec) -> BasePruner:
-    return HalvingWithinArms(spec, spec.pruner) if spec.pruner.name == "successive_halving" else NopPruner()
-
-
-def rung_epochs(halving: SuccessiveHalving, epochs: int) -> frozenset[int]:
-    """Where a trial may be pruned: after min_epochs times the powers of the reduction factor, or the next
-    epoch that Optuna hears of; never after the last.
-    """
-    reported = sorted(intermediate_epochs(epochs))
-    rungs, rung = set(), halving.min_epochs
-    while rung < epochs:
-        rungs.add(next(epoch for epoch in reported if epoch >= rung))
-        rung *= halving.reduction_factor
-    return frozenset(rungs - {epochs})
-
-
-def intermediate_epochs(epochs: int) -> frozenset[int]:
-    """The epochs that go to Optuna: all of them while they are few, else log-spaced, the last one always."""
-    if epochs <= MOST_INTERMEDIATE_VALUES:
-        return frozenset(range(1, epochs + 1))
-    steps = MOST_INTERMEDIATE_VALUES - 1
-    return frozenset(round(epochs ** (i / steps)) for i in range(steps + 1))
