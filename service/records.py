@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import cached_property, lru_cache
 from typing import Any
@@ -35,7 +35,7 @@ from service.lifecycle import (
     Verb,
     legal_requests,
 )
-from service.tables import epochs, events, leases, sweeps
+from service.tables import epochs, events, leases, points, sweeps, trial_wishes
 from trials.ledger import Fenced, JournalAway, Orders
 from trials.spec import Budget, FailureClass, SweepSpec
 
@@ -344,8 +344,15 @@ class SweepJournal:
         self._generation = generation
 
     def beat(self) -> Orders:
+        mine = trial_wishes.c.sweep_id == self._sweep_id
         with self._reaching() as connection:
-            return self._renew(connection)
+            orders = self._renew(connection)
+            wishes = connection.execute(select(trial_wishes).where(mine)).all()
+        return replace(
+            orders,
+            stopping=frozenset(wish.number for wish in wishes if wish.stopping),
+            pinned=frozenset(wish.number for wish in wishes if wish.pinned),
+        )
 
     def record_epoch(self, number: int, attempt: int, epoch: Mapping[str, Any]) -> None:
         key = {"sweep_id": self._sweep_id, "number": number, "epoch": epoch["epoch"]}
@@ -366,6 +373,18 @@ class SweepJournal:
         mine = (epochs.c.sweep_id == self._sweep_id) & (epochs.c.number == number)
         with self._reaching() as connection:
             return connection.execute(select(func.max(epochs.c.epoch)).where(mine)).scalar_one() or 0
+
+    def point_of(self, draw: int, *, take: bool) -> Mapping[str, Any] | None:
+        mine = select(points).where(points.c.sweep_id == self._sweep_id).order_by(points.c.id).limit(1)
+        with self._reaching() as connection:
+            found = connection.execute(mine.where(points.c.draw == draw)).one_or_none()
+            if found is None and take:
+                found = connection.execute(mine.where(points.c.draw.is_(None))).one_or_none()
+                if found is not None:
+                    self._renew(connection)
+                    connection.execute(update(points).where(points.c.id == found.id).values(draw=draw))
+        params: Mapping[str, Any] | None = found.params if found is not None else None
+        return params
 
     def record_event(self, kind: str, **detail: Any) -> None:
         with self._reaching() as connection:
@@ -399,12 +418,19 @@ def _renew(connection: Connection, sweep_id: str, generation: int) -> Orders:
         update(sweeps)
         .where(mine)
         .values(lease_until=naive(now() + LEASE))
-        .returning(sweeps.c.state, sweeps.c.spec["budget"], sweeps.c.ran_s, sweeps.c.running_since)
+        .returning(
+            sweeps.c.state,
+            sweeps.c.spec["budget"],
+            sweeps.c.spec["resources"],
+            sweeps.c.ran_s,
+            sweeps.c.running_since,
+        )
     ).one_or_none()
     if renewed is None:
         raise Fenced(f"sweep {sweep_id} is no longer driver generation {generation}'s")
-    state, budget, ran_s, since = renewed
-    return Orders(state, _budget(to_json(budget)), _running_s(ran_s, aware(since)))
+    state, budget, resources, ran_s, since = renewed
+    most = resources.get("max_concurrent")
+    return Orders(state, _budget(to_json(budget)), _running_s(ran_s, aware(since)), most)
 
 
 def fence_writes(engine: Engine, sweep_id: str, generation: int) -> None:

@@ -102,6 +102,9 @@ class MemoryJournal:
         self.epochs: dict[tuple[int, int], dict[str, Any]] = {}
         """Records by trial number and epoch."""
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.points: list[dict[str, Any]] = []
+        """That no draw has yet."""
+        self.points_of_draws: dict[int, dict[str, Any]] = {}
 
     def beat(self) -> Orders:
         if self.fenced:
@@ -118,6 +121,12 @@ class MemoryJournal:
         self.beat()
         self.before_write()
         self.epochs[number, epoch["epoch"]] = {**epoch, "attempt": attempt}
+
+    def point_of(self, draw: int, *, take: bool) -> Mapping[str, Any] | None:
+        if draw not in self.points_of_draws and take and self.points:
+            self.before_write()
+            self.points_of_draws[draw] = self.points.pop(0)
+        return self.points_of_draws.get(draw)
 
     def recorded_epochs(self, number: int) -> int:
         return max((epoch for of, epoch in self.epochs if of == number), default=0)

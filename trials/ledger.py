@@ -49,6 +49,12 @@ class Orders:
     budget: Budget
     running_s: float
     """Seconds that the sweep has run."""
+    max_concurrent: int | None = None
+    """Trials at once; None: as many as there is room for."""
+    stopping: frozenset[int] = frozenset()
+    """Trials that are to end now, as they stand."""
+    pinned: frozenset[int] = frozenset()
+    """Trials whose best checkpoints stay, however good others are."""
 
 
 class Journal(Protocol):
@@ -65,6 +71,9 @@ class Journal(Protocol):
 
     def recorded_epochs(self, number: int) -> int:
         """The highest epoch on record for a trial, 0 if there is none."""
+
+    def point_of(self, draw: int, *, take: bool) -> Mapping[str, Any] | None:
+        """The values that a client wants a draw to have; with `take`, the next of those that no draw has."""
 
     def record_event(self, kind: str, **detail: Any) -> None: ...
 
@@ -227,6 +236,15 @@ class StudyLedger:
         return not self._waiting and not self._may_begin_another
 
     @property
+    def is_full(self) -> bool:
+        """Whether as many trials run as may, as of the latest beat."""
+        most = self._orders.max_concurrent
+        return most is not None and len(self._trials) - len(self._waiting) >= most
+
+    def is_to_stop(self, number: int) -> bool:
+        return number in self._orders.stopping
+
+    @property
     def _may_begin_another(self) -> bool:
         return self._orders.state == "running" and self._created < self._orders.budget.trials
 
@@ -268,7 +286,7 @@ class StudyLedger:
     def next_task(self) -> Task | None:
         """The next attempt, or None where none is to be handed out now."""
         self.heed(self._journal.beat())
-        while not self.exhausted:
+        while not self.exhausted and not self.is_full:
             self._adopt_new_rows()
             if not self._waiting:
                 trial = self._study.ask()
@@ -276,6 +294,10 @@ class StudyLedger:
                 self._created = trial.number + 1
                 self._waiting.append(trial.number)
             number = self._waiting[0]
+            if self.is_to_stop(number):
+                self._waiting.popleft()
+                self._stop(self._trials[number])
+                continue
             try:
                 task = self._task(self._trials[number])
             except (Fenced, JournalAway, StorageInternalError):
@@ -291,6 +313,7 @@ class StudyLedger:
 
     def _task(self, trial: Trial) -> Task:
         arm = self._spec.arm_of(trial.number)
+        trial = self._with_point(trial)
         params = {name: suggest(trial, name, choices) for name, choices in self._spec.sampled(arm)}
         config = self._spec.trial_config(arm, params)
         attempt = int(trial.user_attrs.get("attempt", 0)) + 1
@@ -319,6 +342,20 @@ class StudyLedger:
             corpus_sha256=self._study.user_attrs.get("corpus_sha256"),
             gpu_share=self._spec.resources.gpus or 1.0,
         )
+
+    def _with_point(self, trial: Trial) -> Trial:
+        """A trial whose draw a client has chosen values for, with these: what is sampled then keeps to them.
+
+        A draw is chosen for when its first arm begins, so that all of its arms have the same values.
+        """
+        begins = self._spec.arm_of(trial.number) == self._spec.arm_of(0) and "attempt" not in trial.user_attrs
+        point = self._journal.point_of(self._spec.draw_of(trial.number), take=begins)
+        if not point:
+            return trial
+        storage, trial_id = self._study._storage, trial._trial_id
+        storage.set_trial_system_attr(trial_id, "fixed_params", self._spec.taken(dict(point)))
+        self._trials[trial.number] = Trial(self._study, trial_id)
+        return self._trials[trial.number]
 
     @_patient
     def record(self, task: Task, report: Report) -> bool:
@@ -357,6 +394,9 @@ class StudyLedger:
             return False
         if report.epoch is not None and self._is_pruned(trial, report.epoch["epoch"]):
             self._tell(trial, TrialState.PRUNED)
+            return False
+        if self.is_to_stop(task.number):
+            self._stop(trial)
             return False
         if self._orders.state == "pausing":
             self._park(task)
@@ -401,6 +441,9 @@ class StudyLedger:
         if task.number not in self._trials or task.number in self._waiting:  # as written down before
             return
         trial = self._trials[task.number]
+        if self.is_to_stop(task.number):
+            self._stop(trial)
+            return
         lost = sorted({*trial.user_attrs.get("lost_attempts", []), task.attempt})
         trial.set_user_attr("lost_attempts", lost)
         if len(lost) > self._spec.retry.max_failures:
@@ -411,6 +454,15 @@ class StudyLedger:
                 "trial_lost", number=task.number, attempt=task.attempt, message=message
             )
             self._waiting.append(task.number)
+
+    def _stop(self, trial: Trial) -> None:
+        """End a trial because a client wants that: it counts with what it has reached."""
+        if "best_valid_loss" not in trial.user_attrs:
+            words = "it was stopped on request before its first epoch"
+            self._fail_quietly(trial, Failure("cancelled", words))
+            return
+        trial.set_user_attr("stopped", True)
+        self._tell(trial, TrialState.PRUNED)
 
     def _fail(self, trial: Trial, failure: Failure) -> None:
         self._fail_quietly(trial, failure)
@@ -462,7 +514,7 @@ class StudyLedger:
             ended.setdefault(self._spec.arm_of(row.number), []).append((loss, row.number))
         for ranked in map(sorted, ended.values()):
             for _, number in ranked[kept:]:
-                if number not in self._discarded:
+                if number not in self._discarded and number not in self._orders.pinned:
                     self._store.discard_best(self.sweep_id, number)
                     self._discarded.add(number)
 
