@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.dashboard import dashboard_routes
 from service.errors import InvalidSpec, Problem, ServiceError
+from service.idempotency import Idempotency
 from service.launcher import Launcher, owner_of
 from service.problems import (
     MEDIA_TYPE,
@@ -67,6 +68,7 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.controller = controller
+    app.state.idempotency = Idempotency(records.engine)
     for router in ROUTERS:
         app.include_router(router)
     app.router.routes.extend(dashboard_routes(controller.storage))
@@ -116,12 +118,24 @@ def _on_invalid_request(request: Request, error: Exception) -> Response:
         return problem_response(
             plain_problem(404, f"nothing can have the path {request.url.path}", request.url.path)
         )
+    if any(found["loc"][0] != "body" for found in errors):
+        problems = [_parameter_problem(found) for found in errors if found["loc"][0] != "body"]
+        return _refusal(request, InvalidSpec(problems), problems)
     if errors[0]["type"] == "json_invalid":
         detail = f"the body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][1]}"
         return problem_response(plain_problem(400, detail, request.url.path))
     below_body = [{**found, "loc": found["loc"][1:]} for found in errors]
     problems = problems_in(below_body, error.body, _body_schema(request.scope["endpoint"]))
     return _refusal(request, InvalidSpec(problems), problems)
+
+
+def _parameter_problem(found: dict[str, Any]) -> Problem:
+    """Of the query or the headers."""
+    name = str(found["loc"][1])
+    if found["type"] == "extra_forbidden":
+        return Problem("", found["type"], f"{name}: there is no such parameter here", name)
+    message = str(found["msg"]).removeprefix("Value error, ")
+    return Problem("", found["type"], f"{name}: {message}; got {found['input']!r:.80}", name)
 
 
 def _on_http_error(request: Request, error: Exception) -> Response:
@@ -158,11 +172,15 @@ def _refusal(request: Request, error: ServiceError, problems: list[Problem]) -> 
         detail=str(error),
         code=error.code,
         errors=[
-            ErrorDocument(pointer=found.pointer, code=found.code, message=found.message) for found in problems
+            ErrorDocument(
+                pointer=found.pointer, code=found.code, message=found.message, parameter=found.parameter
+            )
+            for found in problems
         ],
         instance=request.url.path,
     )
-    return problem_response(document)
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
+    return problem_response(document, headers)
 
 
 @cache

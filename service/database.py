@@ -63,6 +63,10 @@ def naive(at: datetime) -> datetime:
     return at.astimezone(UTC).replace(tzinfo=None)
 
 
-def aware(at: datetime | None) -> datetime | None:
+def utc(at: datetime) -> datetime:
     """A naive UTC time of the database, as an aware one."""
-    return at.replace(tzinfo=UTC) if at is not None else None
+    return at.replace(tzinfo=UTC)
+
+
+def aware(at: datetime | None) -> datetime | None:
+    return utc(at) if at is not None else None

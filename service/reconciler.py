@@ -115,7 +115,7 @@ class Reconciler:
         self._looked_at = now()
         if not self._holds_lease:
             return
-        records = self._records.list_sweeps(*MOVING)
+        records = sorted(self._records.list_sweeps(*MOVING), key=lambda record: -record.priority)
         room = self._running_sweeps - sum(record.state in WITH_DRIVER for record in records)
         for record in [*records, *self._records.list_left_behind()]:
             if record.state == "queued" and room <= 0:

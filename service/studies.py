@@ -30,9 +30,9 @@ def study_to_go_on_with(records: Records, storage: BaseStorage, sweep_id: str, g
     """The sweep's study; a copy in which failed trials are open again where a client has asked for that."""
     record = records.get_sweep(sweep_id)
     study = record.study
-    if record.retry_classes is not None:
+    if record.retry_numbers is not None:
         study = f"{sweep_id}~{generation}"
-        reopen_failed(record.study, study, record.spec, storage, record.retry_classes)
+        reopen_failed(record.study, study, record.spec, storage, record.retry_numbers)
         records.switch_study(sweep_id, generation, study)
     for left in set(studies_of(sweep_id, storage)) - {study}:
         delete_study(left, storage)

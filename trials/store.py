@@ -142,6 +142,9 @@ class CheckpointStore:
         with suppress(FileNotFoundError):
             self._files.rm_file(self._path(sweep_id, number, "best.tar"))
 
+    def has_best(self, sweep_id: str, number: int) -> bool:
+        return bool(self._files.exists(self._path(sweep_id, number, "best.tar")))
+
     def open_best(self, sweep_id: str, number: int) -> BinaryIO:
         """The archive, open for reading: undisturbed by a replacement. Raises FileNotFoundError."""
         return cast(BinaryIO, self._files.open(self._path(sweep_id, number, "best.tar"), "rb"))

@@ -29,9 +29,9 @@ class Failure:
 
 
 def reopen_failed(
-    study_name: str, new_name: str, spec: SweepSpec, storage: BaseStorage, classes: Collection[str]
+    study_name: str, new_name: str, spec: SweepSpec, storage: BaseStorage, numbers: Collection[int]
 ) -> None:
-    """A copy of a study in which the trials that failed in one of these classes are open again.
+    """A copy of a study in which these trials, if they failed, are open again.
 
     A finished row cannot be changed in Optuna. A half-made copy of the same name is made anew.
     """
@@ -41,7 +41,7 @@ def reopen_failed(
     for name, value in before.user_attrs.items():
         after.set_user_attr(name, value)
     for row in before.get_trials():
-        if row.state == TrialState.FAIL and row.user_attrs.get("failure_class") in classes:
+        if row.state == TrialState.FAIL and row.number in numbers:
             row.state, row.values, row.datetime_complete = TrialState.RUNNING, None, None
             row.user_attrs = {
                 name: value for name, value in row.user_attrs.items() if name not in TOLD_OF_FAILURE
@@ -100,6 +100,12 @@ def open_study(spec: SweepSpec, name: str, storage: BaseStorage) -> optuna.Study
         with warnings.catch_warnings(category=ExperimentalWarning, action="ignore"):
             study.set_metric_names(["valid_perplexity"])
     return study
+
+
+def rename_study(study_name: str, name: str, storage: BaseStorage) -> None:
+    """What people call the sweep, where its study is there already: the dashboard shows it."""
+    with suppress(KeyError):
+        storage.set_study_user_attr(storage.get_study_id_from_name(study_name), "name", name)
 
 
 def close_open_trials(study_name: str, storage: BaseStorage, failure: Failure) -> None:
