@@ -35,8 +35,8 @@ class PlayingLauncher:
     """A Launcher whose driver is a function: it writes down what a driver would, and is done at once."""
 
     def __init__(self, settings: Settings) -> None:
-        self._records = Records(open_engine(settings.resolved_database_url))
-        self._storage = open_storage(settings.resolved_database_url)
+        self.records = Records(open_engine(settings.resolved_database_url))
+        self.storage = open_storage(settings.resolved_database_url)
         self._store = CheckpointStore(settings.resolved_store_url)
         self.ended: list[str] = []
         self.forgotten: list[str] = []
@@ -45,16 +45,16 @@ class PlayingLauncher:
         return Capacity(cpus=2, gpus=0)
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
-        spec = self._records.get_sweep(sweep_id).spec
-        journal = SweepJournal(self._records, sweep_id, generation)
-        study = study_to_go_on_with(self._records, self._storage, sweep_id, generation)
-        ledger = StudyLedger(spec, sweep_id, self._storage, journal, self._store, study)
+        spec = self.records.get_sweep(sweep_id).spec
+        journal = SweepJournal(self.records, sweep_id, generation)
+        study = study_to_go_on_with(self.records, self.storage, sweep_id, generation)
+        ledger = StudyLedger(spec, sweep_id, self.storage, journal, self._store, study)
         if spec.name == HELD:
             self._play(ledger, spec, epochs=1)
         else:
             while self._play(ledger, spec, epochs=spec.training.epochs):
                 pass
-            write_down(self._records, sweep_id, generation, ledger)
+            write_down(self.records, sweep_id, generation, ledger)
         return {"sweep": sweep_id}
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
@@ -109,11 +109,14 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def played_service(data_dir: Path, *, plays: bool = True) -> Iterator[httpx.Client]:
+def played_service(
+    data_dir: Path, *, plays: bool = True, database_url: str | None = None
+) -> Iterator[httpx.Client]:
     """A client of a service that runs in this process; unless it plays, its sweeps stay queued."""
     data_dir.mkdir(parents=True, exist_ok=True)
-    settings = Settings(data_dir=data_dir, port=0)
-    app = create_app(settings, PlayingLauncher(settings))
+    settings = Settings(data_dir=data_dir, port=0, database_url=database_url)
+    launcher = PlayingLauncher(settings)
+    app = create_app(settings, launcher)
     server = _Server(
         uvicorn.Config(
             app,
@@ -135,6 +138,11 @@ def played_service(data_dir: Path, *, plays: bool = True) -> Iterator[httpx.Clie
     finally:
         server.should_exit = True
         thread.join()
+        for storage in (app.state.controller.storage._backend, launcher.storage):
+            storage.remove_session()
+            storage.engine.dispose()
+        for records in (app.state.controller.records, launcher.records):
+            records.engine.dispose()
 
 
 def submit(client: httpx.Client, **changes: Any) -> str:

@@ -22,7 +22,7 @@ from service.errors import (
 from service.lifecycle import Verb
 from service.pages import SweepOrder, SweepQuery, read_page
 from service.records import Records, SweepJournal
-from service.schemas import Extension, RetryRequest, SweepView
+from service.schemas import BudgetChanges, Changes, Extension, RetryRequest, SweepView
 from service.sweeps import SweepController
 from service.tables import sweeps
 from tests.fakes import MemoryLauncher, failed, report, reports, spec, with_loss
@@ -335,6 +335,21 @@ def test_failed_trials_are_not_tried_again_where_the_budget_would_end_them_at_on
         controller.retry_failed(sweep_id, RetryRequest())
     controller.extend(sweep_id, Extension(wall_s=50))
     assert controller.get(sweep_id).state == "queued"
+
+
+def test_budget_below_what_has_begun_is_refused(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore
+) -> None:
+    sweep_id = controller.create(asked).id
+    ledger = start(controller, sweep_id, store)
+    for _ in range(3):
+        take(ledger)
+    with pytest.raises(InvalidSpec, match="3 trials have begun") as refusal:
+        controller.change(sweep_id, lambda revision: True, Changes(budget=BudgetChanges(trials=2)))
+    assert [problem.pointer for problem in refusal.value.problems] == ["/budget/trials"]
+    assert controller.get(sweep_id).trials.budget == 6
+    controller.change(sweep_id, lambda revision: True, Changes(budget=BudgetChanges(trials=3)))
+    assert controller.get(sweep_id).trials.budget == 3
 
 
 def test_second_request_to_try_again_adds_to_the_first(
