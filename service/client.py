@@ -87,10 +87,9 @@ class FraternalClient:
         path = "/v1/sweeps?validate_only=true"
         return self._ask("POST", path, Validation, json=body).spec
 
-    def list_sweeps(self, **query: Any) -> Iterator[SweepView]:
+    def list_sweeps(self, **query: Any) -> list[SweepView]:
         """The newest first, unless `order_by` says otherwise; `state`, `label` and `name` choose some."""
-        for page in self._pages("/v1/sweeps", SweepList, query):
-            yield from page.sweeps
+        return [sweep for page in self._pages("/v1/sweeps", SweepList, query) for sweep in page.sweeps]
 
     def get(self, sweep_id: str) -> SweepDetail:
         return self._ask("GET", _path(sweep_id), SweepDetail)
