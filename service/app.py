@@ -32,6 +32,7 @@ from service.reconciler import Reconciler
 from service.retention import collect_orphans
 from service.routes import ROUTERS
 from service.settings import Settings
+from service.studies import open_closing_storage
 from service.sweeps import build_controller
 from service.version import own_version
 
@@ -50,7 +51,8 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     records, storage, store = controller.records, controller.storage, controller.store
     ours = settings.store_url is None and store.is_owned_by(owner_of(settings))
     collect = partial(collect_orphans, records, storage, store, store_is_ours=ours)
-    reconciler = Reconciler(records, storage, store, launcher, settings.running_sweeps, collect)
+    closing = partial(open_closing_storage, settings.resolved_database_url)
+    reconciler = Reconciler(records, storage, store, launcher, settings.running_sweeps, collect, closing)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -278,7 +278,13 @@ class Records:
     def release(self, record: SweepRecord) -> None:
         """Write down that a driver was stopped for no fault of its own; the next look starts another."""
         same = (sweeps.c.id == record.id) & (sweeps.c.generation == record.generation)
-        values = {"driver": None, "lease_until": None, "epochs_at_launch": -1}  # so it was not fruitless
+        values = {
+            "driver": None,
+            "lease_until": None,
+            "epochs_at_launch": -1,  # so it was not fruitless
+            "ran_s": record.running_s(),
+            "running_since": None,
+        }
         with self.engine.begin() as connection:
             if connection.execute(update(sweeps).where(same).values(values)).rowcount == 1:
                 connection.execute(_event(record.id, "driver_stopped", {"generation": record.generation}))
@@ -570,19 +576,28 @@ def _renew(connection: Connection, sweep_id: str, generation: int) -> Orders:
     return Orders(state, _budget(to_json(budget)), _running_s(ran_s, aware(since)), most)
 
 
-def fence_writes(engine: Engine, sweep_id: str, generation: int) -> None:
+def _hold(connection: Connection, sweep_id: str, generation: int) -> None:
+    """Take the row's write lock, if the sweep is still of this generation."""
+    mine = (sweeps.c.id == sweep_id) & (sweeps.c.generation == generation)
+    if not connection.execute(update(sweeps).where(mine).values(generation=generation)).rowcount:
+        raise Fenced(f"sweep {sweep_id} is no longer of generation {generation}")
+
+
+def fence_writes(engine: Engine, sweep_id: str, generation: int, *, of_driver: bool = True) -> None:
     """From now on nothing is written through this engine once another generation has begun.
 
     A process may sleep between asking whether it may write and writing. So each transaction, before its first
-    write, takes the lock of the sweep's row, and with it the answer. Raises Fenced from within the write.
+    write, takes the lock of the sweep's row, and with it the answer: a driver renews its lease; who closes a
+    sweep from outside only looks. Raises Fenced from within the write.
     """
+    hold = _renew if of_driver else _hold
 
     @event.listens_for(engine, "before_cursor_execute")
     def fence(connection: Connection, _cursor: Any, statement: str, *_rest: Any) -> None:
         writes = statement.lstrip()[:6].upper() in {"INSERT", "UPDATE", "DELETE"}
         if writes and not connection.info.get("fenced"):
             connection.info["fenced"] = True  # the renewal is a write, too
-            _renew(connection, sweep_id, generation)
+            hold(connection, sweep_id, generation)
 
     @event.listens_for(engine, "commit")
     @event.listens_for(engine, "rollback")
@@ -614,6 +629,8 @@ def _move(connection: Connection, row: RowMapping, verb: Verb, values: dict[str,
     changes = {**_clock(row, after), "state": after, **values}
     if verb in REQUESTS and after == "queued":  # what was fruitless before says nothing any more
         changes |= {"epochs_at_launch": -1, "fruitless_launches": 0}
+    if verb == "drive":
+        changes |= _clock_of_a_new_driver(row)
     if verb == "cancel":
         changes["retry_numbers"] = None
     if verb in REQUESTS:
@@ -666,6 +683,16 @@ def _clock(row: RowMapping, after: State) -> dict[str, Any]:
     elif after in {"queued", "running"}:
         changes["state_reason"] = None
     return changes
+
+
+def _clock_of_a_new_driver(row: RowMapping) -> dict[str, Any]:
+    """The one before it has run until it was last heard of: an outage is no time that the sweep has had."""
+    if row["running_since"] is None:
+        return {}
+    at, heard_until = naive(now()), row["lease_until"]
+    ended = min(at, heard_until - LEASE) if heard_until is not None else row["running_since"]
+    ran_s = row["ran_s"] + max(0.0, (ended - row["running_since"]).total_seconds())
+    return {"ran_s": ran_s, "running_since": at}
 
 
 def _running_s(ran_s: float, since: datetime | None) -> float:

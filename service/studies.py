@@ -1,9 +1,12 @@
 """Optuna's storage in our database, and what a driver does to a study before and after its trials."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from sqlalchemy.engine import make_url
 
-from service.database import tune_sqlite
+from service.database import POSTGRESQL, tune_sqlite
 from service.lifecycle import Verb
 from service.records import Records, fence_writes
 from trials.ledger import StudyLedger
@@ -13,7 +16,7 @@ from trials.studies import delete_study, reopen_failed, studies_of
 def open_storage(url: str) -> RDBStorage:
     """Optuna's tables, made where they are missing; SQLite as patient as ours."""
     if make_url(url).get_backend_name() != "sqlite":
-        return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
+        return RDBStorage(url, engine_kwargs={"pool_pre_ping": True, "connect_args": POSTGRESQL})
     storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
     tune_sqlite(storage.engine)
     return storage
@@ -24,6 +27,18 @@ def open_fenced_storage(url: str, sweep_id: str, generation: int) -> BaseStorage
     storage = open_storage(url)
     fence_writes(storage.engine, sweep_id, generation)
     return get_storage(storage)
+
+
+@contextmanager
+def open_closing_storage(url: str, sweep_id: str, generation: int) -> Iterator[BaseStorage]:
+    """For who closes a sweep from outside: nothing is written once it is of another generation."""
+    storage = open_storage(url)
+    fence_writes(storage.engine, sweep_id, generation, of_driver=False)
+    try:
+        yield storage
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
 
 
 def study_to_go_on_with(records: Records, storage: BaseStorage, sweep_id: str, generation: int) -> str:

@@ -224,6 +224,8 @@ class MemoryLauncher:
         self.calls: list[str] = []
         self.alive: dict[str, int] = {}
         """Generation of each sweep's living driver."""
+        self.frozen: set[str] = set()
+        """Sweeps whose drivers do not run."""
         self.broken: set[str] = set()
         """Sweeps whose drivers cannot be started."""
         self.log = ""
@@ -246,6 +248,9 @@ class MemoryLauncher:
         if "controller" in driver:
             return driver["controller"] not in self.dead_controllers
         return bool(self.alive.get(driver["sweep"]) == driver["generation"])
+
+    def is_stopped(self, driver: dict[str, Any]) -> bool:
+        return driver.get("sweep") in self.frozen
 
     def identity(self) -> dict[str, Any]:
         return self.me

@@ -60,6 +60,9 @@ class PlayingLauncher:
     def is_alive(self, driver: dict[str, Any]) -> bool:
         return driver["sweep"] not in self.ended
 
+    def is_stopped(self, driver: dict[str, Any]) -> bool:
+        return False
+
     def end(self, sweep_id: str) -> None:
         self.ended.append(sweep_id)
 

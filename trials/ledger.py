@@ -130,15 +130,19 @@ def _patient(method: Method) -> Method:
     @wraps(method)
     def insist(self: "StudyLedger", *args: Any) -> Any:
         pauses = _pauses(DATABASE_PATIENCE_S)
+        again = False
         while True:
             try:
                 with self._lock:
+                    if again:
+                        self._take_note_of_ends()
                     return method(self, *args)
             except (JournalAway, StorageInternalError) as error:
                 if (pause := next(pauses, None)) is None:
                     raise
                 log.warning("the database is away, asking again: %s", error)
                 time.sleep(pause)
+                again = True
                 self.waited_at = time.monotonic()
 
     return cast("Method", insist)
@@ -202,7 +206,7 @@ class StudyLedger:
         self._adopt_new_rows()
         self._look_for_limits()
         self._discarded: set[int] = set()
-        """Trials whose best checkpoints are not among those that stay."""
+        """Trials whose best checkpoints did not stay."""
         with _best_effort():
             self._discard_what_is_over()
 
@@ -212,7 +216,9 @@ class StudyLedger:
         for number in self._store.numbers_with_last(self.sweep_id):
             if number < len(rows) and rows[number].state in ENDED_WELL:
                 self._store.discard_last(self.sweep_id, number)
-        self._keep_bests()
+        if self._spec.retention.bests_per_arm is not None:
+            self._discarded = set(range(len(rows))) - set(self._store.numbers_with_best(self.sweep_id))
+            self._keep_bests()
 
     def _adopt_new_rows(self) -> None:
         """Those of an earlier driver; and one of our own, whose making was not answered."""
@@ -295,7 +301,6 @@ class StudyLedger:
                 self._waiting.append(trial.number)
             number = self._waiting[0]
             if self.is_to_stop(number):
-                self._waiting.popleft()
                 self._stop(self._trials[number])
                 continue
             try:
@@ -303,7 +308,6 @@ class StudyLedger:
             except (Fenced, JournalAway, StorageInternalError):
                 raise
             except Exception:  # whatever is wrong with the values of one trial ends no other
-                self._waiting.popleft()
                 self._fail(self._trials[number], Failure("user_error", traceback.format_exc()))
                 self.heed(self._journal.beat())
                 continue
@@ -404,12 +408,13 @@ class StudyLedger:
         return True
 
     def _is_pruned(self, trial: Trial, epoch: int) -> bool:
-        if epoch <= trial.user_attrs.get("passed_epoch", 0):
-            return False  # decided before: against the trials that have come since, it might not pass again
+        # Elsewhere the pruner would still see the latest rung. What was decided there is decided: against the
+        # trials that have come since, it might not pass again.
+        if epoch not in self._rungs or epoch <= trial.user_attrs.get("passed_epoch", 0):
+            return False
         if trial.should_prune():
             return True
-        if epoch in self._rungs:
-            trial.set_user_attr("passed_epoch", epoch)
+        trial.set_user_attr("passed_epoch", epoch)
         return False
 
     def _park(self, task: Task) -> None:
@@ -467,6 +472,9 @@ class StudyLedger:
     def _fail(self, trial: Trial, failure: Failure) -> None:
         self._fail_quietly(trial, failure)
         self._look_for_limits()
+        self._pause_if_alike()
+
+    def _pause_if_alike(self) -> None:
         words = alike(self._study.get_trials(deepcopy=False), self._spec.retry.identical_failures)
         if words is not None:
             self._journal.ask_to_pause(words)
@@ -493,11 +501,24 @@ class StudyLedger:
 
     def _tell(self, trial: Trial, state: TrialState, value: float | None = None) -> None:
         self._study.tell(trial, value, state, skip_if_finished=True)
-        self._journal.record_event("trial_finished", number=trial.number, state=state.name)
-        del self._trials[trial.number]
+        self._take_note_of_end(trial.number, state)
+
+    def _take_note_of_ends(self) -> None:
+        """Of trials whose rows say that they have ended, though that was not answered."""
+        for row in self._study.get_trials(deepcopy=False):
+            if row.number in self._trials and row.state.is_finished():
+                self._take_note_of_end(row.number, row.state)
+                self._look_for_limits()
+                self._pause_if_alike()
+
+    def _take_note_of_end(self, number: int, state: TrialState) -> None:
+        self._journal.record_event("trial_finished", number=number, state=state.name)
+        del self._trials[number]
+        if number in self._waiting:
+            self._waiting.remove(number)
         if state != TrialState.FAIL:
             with _best_effort():
-                self._store.discard_last(self.sweep_id, trial.number)
+                self._store.discard_last(self.sweep_id, number)
                 self._keep_bests()
 
     def _keep_bests(self) -> None:
@@ -520,8 +541,10 @@ class StudyLedger:
 
     @_patient
     def refreshed_orders(self) -> Orders:
-        """What is wished for now, and heeded from now on."""
+        """What is wished for now, and heeded from now on: a limit may have been raised."""
+        self.limit = None
         self.heed(self._journal.beat())
+        self._look_for_limits()
         return self._orders
 
     def outcome(self) -> tuple[Literal["succeed", "fail"], str | None]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
-from optuna.storages import BaseStorage
+from optuna.storages import BaseStorage, RDBStorage
+from optuna.storages._rdb.models import StudyModel
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy import select
 
 from trials.pruners import build_pruner
 from trials.samplers import build_sampler
@@ -26,6 +28,10 @@ TOLD_OF_FAILURE = frozenset({"failure_class", "failure_message", "lost_attempts"
 class Failure:
     failure_class: FailureClass
     message: str
+
+
+class DamagedRows(ValueError):
+    """The database does not hold what Optuna would have written."""
 
 
 def reopen_failed(
@@ -50,17 +56,30 @@ def reopen_failed(
 
 
 def find_rows(study_name: str, storage: BaseStorage) -> list[FrozenTrial]:
-    """The trials of a study, by number; none where no driver has opened it yet."""
+    """The trials of a study, by number; none where no driver has opened it yet. Raises DamagedRows."""
     try:
-        return optuna.load_study(study_name=study_name, storage=storage).get_trials(deepcopy=False)
+        study_id = storage.get_study_id_from_name(study_name)
     except KeyError:
         return []
+    try:
+        return storage.get_all_trials(study_id, deepcopy=False)
+    except (ValueError, LookupError, TypeError) as error:
+        raise DamagedRows(f"{type(error).__name__}: {error}") from error
 
 
 def studies_of(sweep_id: str, storage: BaseStorage) -> list[str]:
     """Its study, and what was left of earlier ones or of a copy half made."""
-    names = [study.study_name for study in storage.get_all_studies()]
-    return [name for name in names if name.partition("~")[0] == sweep_id]
+    return [name for name in _names(storage).values() if name.partition("~")[0] == sweep_id]
+
+
+def _names(storage: BaseStorage) -> dict[int, str]:
+    """Of all studies, by id. From their own table alone: in another one, one of them may be damaged."""
+    backend = getattr(storage, "_backend", storage)  # behind Optuna's cache
+    if not isinstance(backend, RDBStorage):
+        return {study._study_id: study.study_name for study in storage.get_all_studies()}
+    with backend.engine.connect() as connection:
+        rows = connection.execute(select(StudyModel.study_id, StudyModel.study_name)).all()
+    return {row.study_id: row.study_name for row in rows}
 
 
 def delete_study(name: str, storage: BaseStorage) -> None:
@@ -77,12 +96,13 @@ def _mark_end_of_ids(study_id: int, storage: BaseStorage) -> None:
     SQLite gives the highest one again, and Optuna's cache, of this process or another, may still have the old
     trials under it. So an empty study stays behind where that was the latest one.
     """
-    ids = {study._study_id: study.study_name for study in storage.get_all_studies()}
+    ids = _names(storage)
     if study_id == max(ids):
         storage.create_new_study([StudyDirection.MINIMIZE], f"{REMOVED} {study_id}")
     for marker, name in ids.items():
         if name.startswith(REMOVED) and marker != max(ids):
-            storage.delete_study(marker)
+            with suppress(KeyError):  # another process was faster
+                storage.delete_study(marker)
 
 
 def open_study(spec: SweepSpec, name: str, storage: BaseStorage) -> optuna.Study:
