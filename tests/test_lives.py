@@ -332,7 +332,7 @@ def test_number_of_trials_at_once_follows_what_is_wished_for_while_the_sweep_run
 
 
 def test_trial_that_is_stopped_ends_in_seconds_and_counts_as_it_stands(
-    service: ServiceProcess, corpus: Path, undisturbed: dict[int, str]
+    service: ServiceProcess, corpus: Path
 ) -> None:
     slow = small_spec(corpus, training={"epochs": 4000, "batch_size": 4, "bptt": 15}, budget={"trials": 2})
     sweep_id = service.submit(slow)
