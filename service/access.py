@@ -44,7 +44,7 @@ NEEDED: tuple[tuple[str, str, TokenScope | None], ...] = (
 """Path, method, and the scope that they need; the first line that fits counts. Probes have no token."""
 PAGES = re.compile(r"/|/docs|/dashboard(/.*)?")
 """What a person opens: without a token, they are led to the sign-in."""
-FRESH_S = 2.0
+FRESH_S = 1.0
 """What the tables say is believed for so long: a revoked token is refused after at most that."""
 
 
