@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -57,6 +58,17 @@ class Settings(BaseSettings):
     def _in_the_librarys_grammar(cls, limit: str) -> str:
         parse_rate_limit(limit)
         return limit
+
+    @field_validator("store_url")
+    @classmethod
+    def _without_a_password(cls, url: str | None) -> str | None:
+        """Every worker is told the store's URL, and Ray keeps what workers are told."""
+        if url is not None and urlsplit(url).password:
+            raise ValueError(
+                "a password in it would be seen in files of Ray: give it by fsspec's configuration, FSSPEC_* "
+                "environment variables or ~/.config/fsspec, and leave it out of the URL"
+            )
+        return url
 
     @model_validator(mode="after")
     def _database_that_processes_share(self) -> Self:
