@@ -44,6 +44,7 @@ NEEDED: tuple[tuple[str, str, TokenScope | None], ...] = (
 """Path, method, and the scope that they need; the first line that fits counts. Probes have no token."""
 PAGES = re.compile(r"/|/docs|/dashboard(/.*)?")
 """What a person opens: without a token, they are led to the sign-in."""
+AWAY = "who may ask cannot be looked up: the database does not answer"
 FRESH_S = 1.0
 """What the tables say is believed for so long: a revoked token is refused after at most that."""
 
@@ -172,7 +173,8 @@ class _Known:
     def __init__(self, read: Callable[[], Holders]) -> None:
         self._read = read
         self._lock = threading.Lock()
-        self._holders, self._read_at = Holders({}, {}), -FRESH_S
+        self._holders = Holders({}, {})
+        self._read_at = self._failed_at = -FRESH_S
 
     async def recently(self) -> Holders:
         return await self._as_of(time.monotonic() - FRESH_S)
@@ -182,16 +184,19 @@ class _Known:
 
     async def _as_of(self, moment: float) -> Holders:
         if self._read_at < moment:
-            with database_errors():
-                await run_in_threadpool(self._read_again, moment)
+            await run_in_threadpool(self._read_again, moment)
         return self._holders
 
     def _read_again(self, moment: float) -> None:
         with self._lock:
-            if self._read_at < moment:  # nobody else has, while this one waited
-                began = time.monotonic()
+            if self._read_at >= moment:  # somebody else has, while this one waited
+                return
+            if self._failed_at >= moment:  # nor need all who waited try in vain, one after another
+                raise DatabaseAway(AWAY)
+            began = self._failed_at = time.monotonic()
+            with database_errors():
                 self._holders = self._read()
-                self._read_at = began
+            self._read_at = began
 
 
 def needed_scope(method: str, path: str) -> TokenScope | None:
@@ -266,7 +271,7 @@ def refusal_headers(error: ServiceError) -> dict[str, str]:
         return {"www-authenticate": said}
     if isinstance(error, TooManyRequests):
         return {"retry-after": str(error.retry_after_s)}
-    return {}
+    return {"retry-after": "1"} if isinstance(error, DatabaseAway) else {}
 
 
 @contextmanager
@@ -275,4 +280,4 @@ def database_errors() -> Iterator[None]:
     try:
         yield
     except SQLAlchemyError as error:
-        raise DatabaseAway("who may ask cannot be looked up: the database does not answer") from error
+        raise DatabaseAway(AWAY) from error

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,11 +51,11 @@ class FraternalClient:
 
     def __init__(self, base_url: str, timeout_s: float = TIMEOUT_S, token: str | None = None) -> None:
         """Raises ClientError where the token cannot be one."""
-        self.base_url = base_url.rstrip("/")
+        self.base_url = re.sub(r"(?<=//)[^/@]*@", "", base_url).rstrip("/")  # as errors may show it
         self._token = token
         headers = {"authorization": f"Bearer {_sendable(token)}"} if token is not None else {}
         # The service is on this machine or behind a tunnel: a proxy of the environment cannot reach it.
-        self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False)
+        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def __enter__(self) -> Self:
         return self
@@ -148,7 +149,8 @@ class FraternalClient:
             text = problem["title"] + errors if errors else problem["detail"]
             raise ApiError(response.status_code, problem["code"], self._without_token(text))
         except (ValueError, KeyError, TypeError) as error:
-            text = f"{response.url} answered {response.status_code}, not as a fraternal service does"
+            where = f"{self.base_url}{response.url.path}"
+            text = f"{where} answered {response.status_code}, not as a fraternal service does"
             raise ApiError(response.status_code, "unknown", text) from error
 
     def _without_token(self, text: str) -> str:

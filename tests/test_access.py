@@ -352,10 +352,20 @@ def test_who_may_ask_is_not_looked_up_for_every_request(tmp_path: Path) -> None:
     assert len(statements) <= 4, "tokens and sessions, and once more if it took longer than FRESH_S"
 
 
-def test_a_database_that_is_away_is_said_to_be(tmp_path: Path) -> None:
-    with closing(Tokens(open_engine(f"sqlite:///{tmp_path / 'none' / 'fraternal.db'}"))) as kept:
-        response = asked(Access(Echo("text/plain"), gate_of(kept)), bearer("frt_a_b"))
-    assert assert_problem(response, 503)["code"] == "database_away"
+def test_a_database_that_is_away_is_said_to_be_and_asked_again_once_a_second(tmp_path: Path) -> None:
+    with closing(Tokens(open_engine(f"sqlite:///{tmp_path / 'away' / 'fraternal.db'}"))) as kept:
+        tries: list[Any] = []
+        event.listen(kept._engine, "do_connect", lambda *given: tries.append(given))
+        application = Access(Echo("text/plain"), gate_of(kept))
+        for _ in range(20):
+            response = asked(application, bearer("frt_a_b"))
+            assert assert_problem(response, 503)["code"] == "database_away"
+            assert response.headers["retry-after"] == "1"
+        assert len(tries) <= 2
+        (tmp_path / "away").mkdir()
+        migrate(kept._engine)
+        time.sleep(FRESH_S)
+        assert asked(application, {}).status_code == 200
 
 
 # Pages of other sites.
@@ -814,6 +824,19 @@ def test_no_error_of_the_client_shows_its_token_whatever_the_service_says(tmp_pa
             with pytest.raises(ClientError, match="Bearer TOKEN"):
                 ask()
         assert "xyzzy" not in repr(client) + repr(client._http.headers)
+
+
+def test_no_error_of_the_client_shows_a_password_of_its_url() -> None:
+    with FraternalClient("http://me:xyzzy@localhost:1/") as client:
+        assert client.base_url == "http://localhost:1"
+        with pytest.raises(ClientError, match="no service at http://localhost:1;"):
+            client.list_sweeps()
+        client._http = httpx.Client(
+            transport=httpx.MockTransport(lambda _: httpx.Response(502)),
+            base_url="http://me:xyzzy@localhost:1",
+        )
+        with pytest.raises(ClientError, match="http://localhost:1/v1/sweeps answered 502"):
+            client.list_sweeps()
 
 
 def test_a_clients_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_a_revoked_token_lets_nobody_in_nor_any_browser_that_signed_in_with_it(k
     revoked = kept.revoke(token.id)
     holders = kept.holders()
     assert (holders.find(written), holders.find_by_session(cookie)) == (None, None)
+    assert holders.sessions == {}
     assert holders.find(other) is not None
     assert kept.revoke(token.id) == revoked, "once more changes nothing"
     with pytest.raises(UnknownToken, match="'none'"):
