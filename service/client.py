@@ -4,10 +4,11 @@ import base64
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -64,12 +65,18 @@ class ApiError(ClientError):
 
 
 class FraternalClient:
-    """The API of one service. Every method raises ServiceUnreachable and ApiError."""
+    """The API of one service, asked with a token where there is one; no error tells it.
 
-    def __init__(self, base_url: str, timeout_s: float = TIMEOUT_S) -> None:
-        self.base_url = base_url.rstrip("/")
+    Every method raises ServiceUnreachable and ApiError.
+    """
+
+    def __init__(self, base_url: str, timeout_s: float = TIMEOUT_S, token: str | None = None) -> None:
+        """Raises ClientError where the token cannot be one."""
+        self.base_url = re.sub(r"(?<=//)[^/@]*@", "", base_url).rstrip("/")  # as errors may show it
+        self._token = token
+        headers = {"authorization": f"Bearer {_sendable(token)}"} if token is not None else {}
         # The service is on this machine or behind a tunnel: a proxy of the environment cannot reach it.
-        self._http = httpx.Client(base_url=self.base_url, timeout=timeout_s, trust_env=False)
+        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def __enter__(self) -> Self:
         return self
@@ -149,7 +156,7 @@ class FraternalClient:
         ):
             if response.is_error:
                 response.read()
-            _require_success(response)
+            self._require_success(response)
             digest = hashlib.sha256()
             for chunk in response.iter_raw():
                 digest.update(chunk)
@@ -189,13 +196,32 @@ class FraternalClient:
     def _ask(self, method: str, path: str, answer: type[Answer], **request: Any) -> Answer:
         with self._reaching():
             response = self._http.request(method, path, **request)
-        _require_success(response)
+        self._require_success(response)
         try:
             return answer.model_validate_json(response.content)
         except ValidationError as error:
             raise ClientError(
                 f"{self.base_url} does not answer as a fraternal service of this version does"
             ) from error
+
+    def _require_success(self, response: httpx.Response) -> None:
+        """Raises ApiError, whose words a service may have made of what it was sent."""
+        if response.is_success:
+            return
+        try:
+            problem = response.json()
+            errors = "".join(
+                f"\n  {error['pointer'] or 'body'}: {error['message']}" for error in problem["errors"]
+            )
+            text = problem["title"] + errors if errors else problem["detail"]
+            raise ApiError(response.status_code, problem["code"], self._without_token(text))
+        except (ValueError, KeyError, TypeError) as error:
+            where = f"{self.base_url}{response.url.path}"
+            text = f"{where} answered {response.status_code}, not as a fraternal service does"
+            raise ApiError(response.status_code, "unknown", text) from error
+
+    def _without_token(self, text: str) -> str:
+        return text.replace(self._token, "TOKEN") if self._token else text
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -216,25 +242,33 @@ class FraternalClient:
             ) from error
 
 
+def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str | None:
+    """A client's token: a file's, or the environment's; never the command line's, which everybody can see.
+
+    Raises ClientError.
+    """
+    if token_file is None:
+        return environment.get("FRATERNAL_TOKEN", "").strip() or None
+    try:
+        written = token_file.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ClientError(f"{token_file} holds no token: it is no text") from error
+    if not written:
+        raise ClientError(f"{token_file} holds no token: it is empty")
+    return written
+
+
+def _sendable(token: str) -> str:
+    """Raises ClientError without the token in it: as a header, httpx would name it."""
+    if not (token.isascii() and token.isprintable() and token and " " not in token):
+        raise ClientError("the token given is none: one is a single word that begins with frt_")
+    return token
+
+
 def _path(sweep_id: str) -> str:
     if not sweep_id or not sweep_id.replace("-", "").replace("_", "").isalnum():
         raise ClientError(f"{sweep_id!r} is no sweep id: letters, digits, - and _; `fraternal ls` lists them")
     return f"/v1/sweeps/{sweep_id}"
-
-
-def _require_success(response: httpx.Response) -> None:
-    if response.is_success:
-        return
-    try:
-        problem = response.json()
-        errors = "".join(
-            f"\n  {error['pointer'] or 'body'}: {error['message']}" for error in problem["errors"]
-        )
-        text = problem["title"] + errors if errors else problem["detail"]
-        raise ApiError(response.status_code, problem["code"], text)
-    except (ValueError, KeyError, TypeError) as error:
-        text = f"{response.url} answered {response.status_code}, not as a fraternal service does"
-        raise ApiError(response.status_code, "unknown", text) from error
 
 
 @contextmanager

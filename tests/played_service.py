@@ -112,12 +112,13 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def played_service(
-    data_dir: Path, *, plays: bool = True, database_url: str | None = None
-) -> Iterator[httpx.Client]:
-    """A client of a service that runs in this process; unless it plays, its sweeps stay queued."""
+def played_service(data_dir: Path, *, plays: bool = True, **given: Any) -> Iterator[httpx.Client]:
+    """A client of a service that runs in this process; unless it plays, its sweeps stay queued.
+
+    It listens on loopback, whatever `host` its settings are given.
+    """
     data_dir.mkdir(parents=True, exist_ok=True)
-    settings = Settings(data_dir=data_dir, port=0, database_url=database_url)
+    settings = Settings(data_dir=data_dir, port=0, **given)
     launcher = PlayingLauncher(settings)
     app = create_app(settings, launcher)
     server = _Server(

@@ -60,7 +60,9 @@ def test_lines_that_tell_of_the_api_work_as_printed(tmp_path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", API.read_text(), flags=re.DOTALL)
     assert len(blocks) > 5
     with played_service(tmp_path, plays=False) as client:
-        script = "\n".join(("set -euo pipefail", *blocks)).replace(USUAL_URL, str(client.base_url).rstrip("/"))
+        script = "\n".join(("set -euo pipefail", *blocks)).replace(
+            USUAL_URL, str(client.base_url).rstrip("/")
+        )
         done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         (sweep,) = client.get("/v1/sweeps").json()["sweeps"]
