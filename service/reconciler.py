@@ -13,7 +13,7 @@ from service.errors import UnreadableSpec
 from service.launcher import Launcher
 from service.lifecycle import MOVING, WITH_DRIVER, Verb
 from service.records import LEASE, Records, SweepRecord
-from trials.ledger import Failure, close_open_trials, delete_study, studies_of
+from trials.ledger import Failure, close_open_trials, delete_study, find_rows, studies_of, told_of_end
 from trials.store import CheckpointStore
 
 log = logging.getLogger(__name__)
@@ -206,6 +206,8 @@ class Reconciler:
     def _close_trials(self, sweep_id: str, failure: Failure) -> None:
         study = self._records.get_sweep(sweep_id).study  # the driver may have changed it until now
         close_open_trials(study, self._storage, failure)
+        rows = find_rows(study, self._storage)
+        self._records.tell_of_ends(sweep_id, [told_of_end(row) for row in rows if row.state.is_finished()])
         for left in set(studies_of(sweep_id, self._storage)) - {study}:
             delete_study(left, self._storage)
 

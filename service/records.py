@@ -1,6 +1,6 @@
 """Sweeps, their epochs and events as rows; and what a driver may write, fenced by its generation."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -25,6 +25,7 @@ from sqlalchemy.sql import ColumnElement
 
 from service.database import aware, naive, now
 from service.errors import IllegalMove, SweepNotFound, UnreadableSpec
+from service.event_log import find_ends_told, write_event
 from service.lifecycle import (
     MOVES,
     MOVING,
@@ -36,7 +37,8 @@ from service.lifecycle import (
     legal_requests,
 )
 from service.tables import epochs, events, leases, sweeps
-from trials.ledger import Fenced, JournalAway, Orders
+from trials.ledger import Fenced, JournalAway, Orders, untold
+from trials.perplexity import finite_perplexity
 from trials.spec import Budget, FailureClass, SweepSpec
 
 LEASE = timedelta(seconds=20)
@@ -120,7 +122,7 @@ class Records:
         }
         with self.engine.begin() as connection:
             connection.execute(insert(sweeps).values(values))
-            connection.execute(_event(sweep_id, "sweep_submitted", {}))
+            write_event(connection, sweep_id, "sweep_submitted", {})
         return self.get_sweep(sweep_id)
 
     def get_sweep(self, sweep_id: str) -> SweepRecord:
@@ -192,7 +194,7 @@ class Records:
         with self.engine.begin() as connection:
             fenced = connection.execute(update(sweeps).where(same).values(values)).rowcount == 1
             if fenced:
-                connection.execute(_event(record.id, "driver_fenced", {"generation": generation}))
+                write_event(connection, record.id, "driver_fenced", {"generation": generation})
         return generation if fenced else None
 
     def release(self, record: SweepRecord) -> None:
@@ -201,7 +203,7 @@ class Records:
         values = {"driver": None, "lease_until": None, "epochs_at_launch": -1}  # so it was not fruitless
         with self.engine.begin() as connection:
             if connection.execute(update(sweeps).where(same).values(values)).rowcount == 1:
-                connection.execute(_event(record.id, "driver_stopped", {"generation": record.generation}))
+                write_event(connection, record.id, "driver_stopped", {"generation": record.generation})
 
     def finish(
         self,
@@ -329,6 +331,13 @@ class Records:
         with self.engine.connect() as connection:
             return list(connection.execute(query).mappings())
 
+    def tell_of_ends(self, sweep_id: str, ends: Sequence[dict[str, Any]]) -> None:
+        """Write the events of trials that have ended; of those that have been told of, nothing."""
+        with self.engine.begin() as connection:
+            if _locked_row(connection, sweep_id, required=False) is not None:
+                for end in untold(ends, find_ends_told(connection, sweep_id)):
+                    write_event(connection, sweep_id, "trial_finished", end)
+
     def ping(self) -> None:
         """Raises sqlalchemy.exc.SQLAlchemyError if the database does not answer."""
         with self.engine.connect() as connection:
@@ -361,16 +370,21 @@ class SweepJournal:
             connection.execute(
                 insert(epochs).values({**values, **key, "attempt": attempt, "recorded_at": naive(now())})
             )
+            write_event(connection, self._sweep_id, "epoch_finished", _told_of(number, attempt, epoch))
 
     def recorded_epochs(self, number: int) -> int:
         mine = (epochs.c.sweep_id == self._sweep_id) & (epochs.c.number == number)
         with self._reaching() as connection:
             return connection.execute(select(func.max(epochs.c.epoch)).where(mine)).scalar_one() or 0
 
+    def ends_told(self) -> set[tuple[int, int | None]]:
+        with self._reaching() as connection:
+            return find_ends_told(connection, self._sweep_id)
+
     def record_event(self, kind: str, **detail: Any) -> None:
         with self._reaching() as connection:
             self._renew(connection)
-            connection.execute(_event(self._sweep_id, kind, detail))
+            write_event(connection, self._sweep_id, kind, detail)
 
     def ask_to_pause(self, reason: str) -> None:
         with self._reaching() as connection:
@@ -407,6 +421,15 @@ def _renew(connection: Connection, sweep_id: str, generation: int) -> Orders:
     return Orders(state, _budget(to_json(budget)), _running_s(ran_s, aware(since)))
 
 
+def _told_of(number: int, attempt: int, epoch: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "number": number,
+        "attempt": attempt,
+        **{name: epoch[name] for name in ("epoch", "train_loss", "valid_loss", "is_best")},
+        "valid_perplexity": finite_perplexity(epoch["valid_loss"]),
+    }
+
+
 def fence_writes(engine: Engine, sweep_id: str, generation: int) -> None:
     """From now on nothing is written through this engine once another generation has begun.
 
@@ -425,10 +448,6 @@ def fence_writes(engine: Engine, sweep_id: str, generation: int) -> None:
     @event.listens_for(engine, "rollback")
     def forget(connection: Connection) -> None:
         connection.info.pop("fenced", None)
-
-
-def _event(sweep_id: str, kind: str, detail: dict[str, Any]) -> Any:
-    return insert(events).values(sweep_id=sweep_id, at=naive(now()), kind=kind, detail=detail)
 
 
 def _locked_row(connection: Connection, sweep_id: str, *, required: bool = True) -> Any:
@@ -455,7 +474,7 @@ def _move(connection: Connection, row: RowMapping, verb: Verb, values: dict[str,
         changes["retry_classes"] = None
     connection.execute(update(sweeps).where(sweeps.c.id == row["id"]).values(changes))
     generation = changes.get("generation", row["generation"])
-    connection.execute(_event(row["id"], MOVES[verb].event, {"generation": generation, "state": after}))
+    write_event(connection, row["id"], MOVES[verb].event, {"generation": generation, "state": after})
     return after
 
 

@@ -24,7 +24,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from trials.corpora import CorpusSpec
-from trials.perplexity import perplexity
+from trials.perplexity import finite_perplexity, perplexity
 from trials.samplers import build_sampler, suggest
 from trials.spec import Budget, FailureClass, SuccessiveHalving, SweepSpec, TrialConfig
 from trials.store import CheckpointStore
@@ -76,7 +76,11 @@ class Journal(Protocol):
     def recorded_epochs(self, number: int) -> int:
         """The highest epoch on record for a trial, 0 if there is none."""
 
-    def record_event(self, kind: str, **detail: Any) -> None: ...
+    def record_event(self, kind: str, **detail: Any) -> None:
+        """Add to the sweep's story; what becomes of a trial's attempt is told once, however often said."""
+
+    def ends_told(self) -> set[tuple[int, int | None]]:
+        """Trials whose ends the story tells of, as (number, attempt); an earlier version wrote no attempt."""
 
     def ask_to_pause(self, reason: str) -> None:
         """Have the sweep paused, if it runs."""
@@ -207,6 +211,7 @@ class StudyLedger:
         self.limit: Limit | None = None
         """Of the budget, that the sweep has reached."""
         self._adopt_new_rows()
+        self._tell_of_ends()
         self._look_for_limits()
         self._discarded: set[int] = set()
         """Trials whose best checkpoints are not among those that stay."""
@@ -220,6 +225,13 @@ class StudyLedger:
             if number < len(rows) and rows[number].state in ENDED_WELL:
                 self._store.discard_last(self.sweep_id, number)
         self._keep_bests()
+
+    def _tell_of_ends(self) -> None:
+        """A crash may have come between a trial's end and its event."""
+        rows = self._study.get_trials(deepcopy=False)
+        ends = [told_of_end(row) for row in rows if row.state.is_finished()]
+        for end in untold(ends, self._journal.ends_told()):
+            self._journal.record_event("trial_finished", **end)
 
     def _adopt_new_rows(self) -> None:
         """Those of an earlier driver; and one of our own, whose making was not answered."""
@@ -319,6 +331,8 @@ class StudyLedger:
         }
         for key, value in attributes.items():
             trial.set_user_attr(key, value)
+        recorded_epochs = self._journal.recorded_epochs(trial.number)
+        self._journal.record_event("trial_started", number=trial.number, arm=arm, attempt=attempt)
         return Task(
             sweep_id=self.sweep_id,
             number=trial.number,
@@ -328,7 +342,7 @@ class StudyLedger:
             config=config,
             corpus=self._spec.corpus,
             device="cuda" if self._spec.resources.gpus else "cpu",
-            recorded_epochs=self._journal.recorded_epochs(trial.number),
+            recorded_epochs=recorded_epochs,
             best_epoch=trial.user_attrs.get("best_epoch", 0),
             checkpoint_every_s=self._spec.retry.checkpoint_every_s,
             hang_s=self._spec.retry.hang_s,
@@ -457,7 +471,8 @@ class StudyLedger:
 
     def _tell(self, trial: Trial, state: TrialState, value: float | None = None) -> None:
         self._study.tell(trial, value, state, skip_if_finished=True)
-        self._journal.record_event("trial_finished", number=trial.number, state=state.name)
+        row = self._study.get_trials(deepcopy=False)[trial.number]
+        self._journal.record_event("trial_finished", **told_of_end(row))
         del self._trials[trial.number]
         if state != TrialState.FAIL:
             with _best_effort():
@@ -614,6 +629,28 @@ def open_study(spec: SweepSpec, name: str, storage: BaseStorage) -> optuna.Study
         with warnings.catch_warnings(category=ExperimentalWarning, action="ignore"):
             study.set_metric_names(["valid_perplexity"])
     return study
+
+
+def told_of_end(row: FrozenTrial) -> dict[str, Any]:
+    """What the event `trial_finished` says of a row that has ended."""
+    attributes = row.user_attrs
+    failed = attributes if row.state == TrialState.FAIL else {}
+    return {
+        "number": row.number,
+        "state": row.state.name,
+        "attempt": attributes.get("attempt", 0),
+        "arm": attributes.get("arm"),
+        "best_epoch": attributes.get("best_epoch"),
+        "best_valid_loss": attributes.get("best_valid_loss"),
+        "best_valid_perplexity": finite_perplexity(attributes.get("best_valid_loss")),
+        "failure_class": failed.get("failure_class"),
+        "failure_message": failed.get("failure_message"),
+    }
+
+
+def untold(ends: Sequence[dict[str, Any]], told: set[tuple[int, int | None]]) -> list[dict[str, Any]]:
+    """Those of `ends`, as told_of_end makes them, that are not among what Journal.ends_told says."""
+    return [end for end in ends if not {(end["number"], end["attempt"]), (end["number"], None)} & told]
 
 
 def close_open_trials(study_name: str, storage: BaseStorage, failure: Failure) -> None:
