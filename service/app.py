@@ -15,8 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service import event_routes, routes
 from service.dashboard import dashboard_routes
 from service.errors import InvalidSpec, Problem, ServiceError
+from service.event_log import EventLog
 from service.launcher import Launcher, owner_of
 from service.problems import (
     MEDIA_TYPE,
@@ -29,11 +31,12 @@ from service.problems import (
 )
 from service.reconciler import Reconciler
 from service.retention import collect_orphans
-from service.routes import ROUTERS
 from service.settings import Settings
+from service.streams import Streams
 from service.sweeps import build_controller
 from service.version import own_version
 
+ROUTERS = (*routes.ROUTERS, event_routes.events)
 MAX_BODY_BYTES = 1024 * 1024
 
 DESCRIPTION = """Searches hyperparameters of regularized LSTM language models.
@@ -67,6 +70,8 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.controller = controller
+    app.state.events = EventLog(records.engine)
+    app.state.streams = Streams(app.state.events, controller.look, settings.max_streams)
     for router in ROUTERS:
         app.include_router(router)
     app.router.routes.extend(dashboard_routes(controller.storage))
@@ -116,6 +121,12 @@ def _on_invalid_request(request: Request, error: Exception) -> Response:
         return problem_response(
             plain_problem(404, f"nothing can have the path {request.url.path}", request.url.path)
         )
+    outside = [found for found in errors if found["loc"][0] in {"query", "header"}]
+    if outside:
+        words = "; ".join(
+            f"{found['loc'][1]}: {found['msg']}; got {found['input']!r:.80}" for found in outside
+        )
+        return problem_response(plain_problem(422, words, request.url.path))
     if errors[0]["type"] == "json_invalid":
         detail = f"the body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][1]}"
         return problem_response(plain_problem(400, detail, request.url.path))

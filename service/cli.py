@@ -183,6 +183,26 @@ def watch(sweep_id: SweepId, as_json: AsJson = False, url: Url = DEFAULT_URL) ->
 
 
 @app.command()
+def events(
+    sweep_id: SweepId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the sweep is over.")] = False,
+    after: Annotated[int, typer.Option(min=0, help="Only those that follow the event of this id.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an event a line.")] = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """What has happened in a sweep, the earliest first.
+
+    Example: `fraternal events SWEEP --follow`
+    """
+    from service.client import FraternalClient
+    from service.progress import event_line
+
+    with FraternalClient(url) as client:
+        for event in client.events(sweep_id, after) if follow else client.events_so_far(sweep_id, after):
+            print(event.model_dump_json() if as_json else event_line(event), flush=follow)
+
+
+@app.command()
 def report(
     sweep_id: SweepId,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,

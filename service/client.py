@@ -3,21 +3,31 @@
 import base64
 import contextlib
 import hashlib
+import math
 import os
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, TypeVar, cast
+from typing import Any, BinaryIO, Literal, Self, TypeVar, cast
 
 import httpx
+from httpx_sse import EventSource, ServerSentEvent
 from pydantic import ValidationError
 
 from service.errors import CommandFailed
+from service.events import AnyEvent, AnyEventPage, read_event
 from service.schemas import Health, SweepDetail, SweepList, SweepView, TrialDetail, TrialList, TrialView, View
 
 TIMEOUT_S = 30.0
+UNREACHABLE_S = 60.0
+"""How long a watcher waits for a service that is gone, say because it is being restarted."""
+PAUSE_S = 0.5
+"""Before a stream that was cut off is asked for again."""
+SILENCE_S = 45.0
+"""Three heartbeats of a stream; then it is taken for dead."""
 
 Answer = TypeVar("Answer", bound=View)
 
@@ -90,6 +100,53 @@ class FraternalClient:
     def best(self, sweep_id: str) -> TrialView:
         return self._ask("GET", f"{_path(sweep_id)}/best", TrialView)
 
+    def event_page(self, sweep_id: str, after: int = 0, limit: int = 1000) -> AnyEventPage:
+        """What has happened in a sweep after an event, the earliest first."""
+        return self._ask(
+            "GET",
+            f"{_path(sweep_id)}/events",
+            AnyEventPage,
+            params={"after": after, "limit": limit},
+            headers={"accept": "application/json"},
+        )
+
+    def events_so_far(self, sweep_id: str, after: int = 0) -> Iterator[AnyEvent]:
+        page = self.event_page(sweep_id, after)
+        yield from page.events
+        while page.has_more:
+            page = self.event_page(sweep_id, page.next_after)
+            yield from page.events
+
+    def events(self, sweep_id: str, after: int | Literal["newest"] = 0) -> Iterator[AnyEvent]:
+        """What happens in a sweep after an event, as it comes, until the sweep is over or deleted.
+
+        A service that goes away is waited for, and nothing is missed or told twice. Raises ServiceUnreachable
+        where it does not return within a minute, or never was.
+        """
+        cursor, answered_at = str(after), -math.inf
+        while True:
+            try:
+                with self._reaching(), self._open_stream(sweep_id, cursor) as response:
+                    for told in _stream_of(response):
+                        answered_at, cursor = time.monotonic(), told.id
+                        if told.event in {"end", "deleted"}:
+                            return
+                        if told.data:
+                            yield read_event(told.data)
+                    if response.status_code == 204:  # it is over, and was all told
+                        return
+            except (ServiceUnreachable, ApiError) as error:
+                patient = isinstance(error, ServiceUnreachable) or error.status == 503
+                if not patient or time.monotonic() - answered_at > UNREACHABLE_S:
+                    raise
+            time.sleep(PAUSE_S)
+
+    def _open_stream(self, sweep_id: str, cursor: str) -> AbstractContextManager[httpx.Response]:
+        timeout = httpx.Timeout(self._http.timeout.connect, read=SILENCE_S)
+        accept = {"accept": "text/event-stream"}
+        path = f"{_path(sweep_id)}/events"
+        return self._http.stream("GET", path, params={"after": cursor}, headers=accept, timeout=timeout)
+
     def check_ready(self) -> Health:
         """Raises ApiError with status 503 while something is missing."""
         return self._ask("GET", "/readyz", Health)
@@ -147,6 +204,14 @@ class FraternalClient:
             raise ClientError(
                 f"{self.base_url!r} is no URL: {error}; one is http://127.0.0.1:8123"
             ) from error
+
+
+def _stream_of(response: httpx.Response) -> Iterator[ServerSentEvent]:
+    if response.is_error:
+        response.read()
+    _require_success(response)
+    if response.status_code != 204:
+        yield from EventSource(response).iter_sse()
 
 
 def _path(sweep_id: str) -> str:

@@ -35,6 +35,13 @@ class NoCheckpointYet(ServiceError):
     code = "no_checkpoint_yet"
 
 
+class InvalidCursor(ServiceError):
+    """No event of this sweep has this id."""
+
+    status = 422
+    code = "invalid_cursor"
+
+
 class IllegalMove(ServiceError):
     """The sweep's state does not allow this."""
 

@@ -4,6 +4,7 @@ Whoever writes an event holds the write lock of its sweep's row (service.records
 in the order of the commits: who has read up to one of them has missed none below it.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,12 +42,18 @@ def write_event(connection: Connection, sweep_id: str, kind: EventKind | str, de
     The sweep's row must be locked. What happens once in a sweep, an epoch of an attempt say, is told of once,
     however often a transaction that was not answered is done again.
     """
-    values = {"sweep_id": sweep_id, "at": naive(now()), "kind": kind, "detail": detail}
+    storable = {name: None if _is_no_number(value) else value for name, value in detail.items()}
+    values = {"sweep_id": sweep_id, "at": naive(now()), "kind": kind, "detail": storable}
     statement = INSERT[connection.dialect.name](events).values({**values, "once": _once(kind, detail)})
     written = statement.on_conflict_do_nothing(index_elements=["sweep_id", "once"]).returning(events.c.id)
     event_id = connection.execute(written).scalar_one_or_none()
     if event_id is not None:
         _queue_deliveries(connection, {**values, "id": event_id})
+
+
+def _is_no_number(value: Any) -> bool:
+    """PostgreSQL takes none of these as JSON."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _once(kind: str, detail: Mapping[str, Any]) -> str | None:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from pydantic_core import PydanticSerializationError, to_json
+from sqlalchemy import RowMapping
 
 from service.database import aware
 from service.lifecycle import State
@@ -66,14 +67,14 @@ class TrialStart(View):
 
 
 class Epoch(View):
-    """Losses are in nats per token; a perplexity too large for a float is null."""
+    """Losses are in nats per token; null is what is not finite, or too large for a float."""
 
     number: int
     attempt: int
     epoch: int
     """1-based."""
-    train_loss: float
-    valid_loss: float
+    train_loss: float | None
+    valid_loss: float | None
     valid_perplexity: float | None
     is_best: bool
     """Of its trial, so far."""
@@ -173,7 +174,9 @@ KnownEvent = Annotated[
     | TrialFinished,
     Field(discriminator="kind"),
 ]
-_KNOWN: TypeAdapter[KnownEvent] = TypeAdapter(KnownEvent)
+AnyEvent = Annotated[KnownEvent | OtherEvent, Field(union_mode="left_to_right")]
+"""As a client reads it, whose service may be newer than itself."""
+_ANY: TypeAdapter[KnownEvent | OtherEvent] = TypeAdapter(AnyEvent)
 
 
 class EventPage(View):
@@ -186,15 +189,20 @@ class EventPage(View):
     """Whether there are later ones already."""
 
 
+class AnyEventPage(View):
+    """EventPage as a client reads it."""
+
+    events: list[AnyEvent]
+    next_after: int
+    has_more: bool
+
+
 def read_event(written: str | bytes) -> KnownEvent | OtherEvent:
     """What encode_event wrote, by this version of the service or another."""
-    try:
-        return _KNOWN.validate_json(written)
-    except ValidationError:
-        return OtherEvent.model_validate_json(written)
+    return _ANY.validate_json(written)
 
 
-def encode_event(row: Mapping[str, Any]) -> bytes:
+def encode_event(row: RowMapping | Mapping[str, Any]) -> bytes:
     """An event's row as JSON on one line. A damaged detail is an empty one: it hides nothing that follows."""
     detail = row["detail"]
     document = {

@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -19,8 +20,10 @@ from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import LocalLauncher
 from service.revisions import database_errors
 from service.settings import Settings, read_settings
+from service.streams import Abortable, Streams
 
 SECONDS_FOR_OPEN_REQUESTS = 5
+FILES_BESIDE_STREAMS = 1024
 
 
 class _PatientServer(uvicorn.Server):
@@ -28,9 +31,18 @@ class _PatientServer(uvicorn.Server):
 
     told_by: int | None = None
 
+    def __init__(self, config: uvicorn.Config, streams: Streams) -> None:
+        super().__init__(config)
+        self._streams = streams
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.told_by = sig
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Streams do not end by themselves: it would wait for them in vain."""
+        self._streams.close()
+        await super().shutdown(sockets)
 
 
 def serve_until_stopped(**given: Any) -> None:
@@ -38,17 +50,19 @@ def serve_until_stopped(**given: Any) -> None:
     settings = read_settings(**given)
     os.environ["TZ"] = "UTC"  # Optuna stamps trials with naive local time
     time.tzset()
+    _allow_files(settings.max_streams + FILES_BESIDE_STREAMS)
     with _sole_user_of(settings.data_dir), _listening(settings) as listener:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         with database_errors():
             application = create_app(settings, LocalLauncher(settings))
         server = _PatientServer(
             uvicorn.Config(
-                application,
+                Abortable(application),
                 log_level="warning",
                 timeout_graceful_shutdown=SECONDS_FOR_OPEN_REQUESTS,
                 server_header=False,
-            )
+            ),
+            application.state.streams,
         )
         signal.signal(signal.SIGHUP, server.handle_exit)
         listener.listen()
@@ -60,6 +74,14 @@ def serve_until_stopped(**given: Any) -> None:
     print(f"stopped; {drivers}", flush=True)
     if server.told_by == signal.SIGINT:
         raise SystemExit(INTERRUPTED)
+
+
+def _allow_files(wished: int) -> None:
+    """Each connection is an open file, of which a process may have few by default: as many as is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wished if hard == resource.RLIM_INFINITY else min(wished, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 @contextmanager

@@ -26,6 +26,8 @@ class Settings(BaseSettings):
     """Sweeps that run at once; the others wait in the order in which they came."""
     stop_drivers: bool = False
     """Whether the service, when it stops, also stops the drivers that it started; by default they go on."""
+    max_streams: int = Field(default=2000, ge=0)
+    """Streams of events that may be open at once; each is a connection."""
     host: str = "127.0.0.1"
     port: int = Field(default=8123, ge=0, le=65_535)
 

@@ -115,6 +115,10 @@ class SweepController:
         """Raises SweepNotFound."""
         return self._detail(self.records.get_sweep(sweep_id))
 
+    def look(self, sweep_id: str) -> SweepView:
+        """As `get`, also where the spec makes no sense. Raises SweepNotFound."""
+        return self._view(self.records.get_sweep(sweep_id))
+
     def trials(self, sweep_id: str) -> list[TrialView]:
         """In the order of their numbers. Raises SweepNotFound."""
         return self._trials(self.records.get_sweep(sweep_id))
