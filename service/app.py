@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service import event_routes, routes
+from service import event_routes, routes, webhook_routes
 from service.dashboard import dashboard_routes
 from service.errors import InvalidSpec, Problem, ServiceError
 from service.event_log import EventLog
@@ -35,8 +35,9 @@ from service.settings import Settings
 from service.streams import Streams
 from service.sweeps import build_controller
 from service.version import own_version
+from service.webhooks import Deliverer, Webhooks
 
-ROUTERS = (*routes.ROUTERS, event_routes.events)
+ROUTERS = (*routes.ROUTERS, event_routes.events, webhook_routes.webhooks)
 MAX_BODY_BYTES = 1024 * 1024
 
 DESCRIPTION = """Searches hyperparameters of regularized LSTM language models.
@@ -54,12 +55,17 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     collect = partial(collect_orphans, records, storage, store, store_is_ours=ours)
     reconciler = Reconciler(records, storage, store, launcher, settings.running_sweeps, collect)
 
+    webhooks = Webhooks(records.engine, to_private=settings.webhooks_to_private)
+    deliverer = Deliverer(webhooks, lambda: reconciler.holds_lease)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         reconciler.start()
+        deliverer.start()
         try:
             yield
         finally:
+            await run_in_threadpool(deliverer.stop)
             await run_in_threadpool(reconciler.stop, stop_drivers=settings.stop_drivers)
 
     app = FastAPI(
@@ -71,6 +77,7 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     )
     app.state.controller = controller
     app.state.events = EventLog(records.engine)
+    app.state.webhooks = webhooks
     app.state.streams = Streams(app.state.events, controller.look, settings.max_streams)
     for router in ROUTERS:
         app.include_router(router)

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from service.errors import CommandFailed
 from service.events import AnyEvent, AnyEventPage, read_event
 from service.schemas import Health, SweepDetail, SweepList, SweepView, TrialDetail, TrialList, TrialView, View
+from service.webhook_schemas import NewWebhook, TestedWebhook, WebhookList, WebhookView
 
 TIMEOUT_S = 30.0
 UNREACHABLE_S = 60.0
@@ -147,6 +148,20 @@ class FraternalClient:
         path = f"{_path(sweep_id)}/events"
         return self._http.stream("GET", path, params={"after": cursor}, headers=accept, timeout=timeout)
 
+    def create_webhook(self, body: dict[str, Any]) -> NewWebhook:
+        return self._ask("POST", "/v1/webhooks", NewWebhook, json=body)
+
+    def list_webhooks(self) -> list[WebhookView]:
+        """The oldest first."""
+        return self._ask("GET", "/v1/webhooks", WebhookList).webhooks
+
+    def test_webhook(self, webhook_id: str) -> TestedWebhook:
+        return self._ask("POST", f"{_webhook_path(webhook_id)}:test", TestedWebhook)
+
+    def delete_webhook(self, webhook_id: str) -> None:
+        with self._reaching():
+            _require_success(self._http.delete(_webhook_path(webhook_id)))
+
     def check_ready(self) -> Health:
         """Raises ApiError with status 503 while something is missing."""
         return self._ask("GET", "/readyz", Health)
@@ -218,6 +233,12 @@ def _path(sweep_id: str) -> str:
     if not sweep_id or not sweep_id.replace("-", "").replace("_", "").isalnum():
         raise ClientError(f"{sweep_id!r} is no sweep id: letters, digits, - and _; `fraternal ls` lists them")
     return f"/v1/sweeps/{sweep_id}"
+
+
+def _webhook_path(webhook_id: str) -> str:
+    if not webhook_id.isalnum():
+        raise ClientError(f"{webhook_id!r} is no webhook's id; `fraternal webhook ls` lists them")
+    return f"/v1/webhooks/{webhook_id}"
 
 
 def _require_success(response: httpx.Response) -> None:

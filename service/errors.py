@@ -88,6 +88,19 @@ class InvalidSpec(ServiceError):
         self.problems = problems
 
 
+class InvalidWebhook(InvalidSpec):
+    """Nothing can be sent there, or not of that."""
+
+    code = "invalid_webhook"
+
+
+class WebhookNotFound(ServiceError):
+    """There is no such webhook."""
+
+    status = 404
+    code = "webhook_not_found"
+
+
 class CommandFailed(Exception):
     """A command of the command line cannot go on; the message is for people."""
 

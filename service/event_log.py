@@ -132,6 +132,10 @@ class EventLog:
         return Look(rows[0]["state"] if rows else None, [row for row in rows if row["id"] is not None])
 
 
+def find_sweep(connection: Connection, sweep_id: str) -> bool:
+    return connection.execute(select(sweeps.c.id).where(sweeps.c.id == sweep_id)).first() is not None
+
+
 def find_ends_told(connection: Connection, sweep_id: str) -> set[tuple[int, int | None]]:
     told = (events.c.sweep_id == sweep_id) & (events.c.kind == "trial_finished")
     details = connection.execute(select(events.c.detail).where(told)).scalars()

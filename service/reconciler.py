@@ -84,6 +84,11 @@ class Reconciler:
                 self._records.set_driver(record.id, record.generation, None)
         self._records.give_lease_up(LEASE_NAME, self._launcher.identity())
 
+    @property
+    def holds_lease(self) -> bool:
+        """Whether this service acts, as of its latest look."""
+        return self._holds_lease
+
     def _acts(self) -> bool:
         """Whether this controller is the one that acts: of several at one database, one does."""
         launcher = self._launcher
