@@ -40,8 +40,8 @@ KEPT = 2000
 PAGE = 500
 """Events read at once from the table."""
 WRITE_BYTES = 64 * 1024
-WOKEN_AT_ONCE = 4
-PAUSE_BETWEEN_WAKES_S = 0.002
+WOKEN_AT_ONCE = 2
+PAUSE_BETWEEN_WAKES_S = 0.001
 """Other requests have the loop to themselves in between."""
 READERS = 4
 """Threads that read the table: requests have theirs."""
