@@ -238,7 +238,7 @@ def list_webhooks(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
     Example: `fraternal webhook ls --json`
     """
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from service.client import FraternalClient
 
@@ -247,12 +247,12 @@ def list_webhooks(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
     if as_json:
         print(json.dumps([found.model_dump(mode="json") for found in known], indent=2))
         return
-    table = Table("webhook", "url", "kinds", "sweep", "state", "waiting", "dropped", "what is wrong")
+    table = Table(Column("webhook", no_wrap=True), Column("url", overflow="fold"), "is sent", "state")
     for found in known:
-        kinds = "all" if found.kinds is None else ", ".join(found.kinds)
-        numbers = (str(found.pending), str(found.dropped))
-        sweep = found.sweep_id or "all"
-        table.add_row(found.id, found.url, kinds, sweep, found.state, *numbers, found.failure or "")
+        kinds = "all events" if found.kinds is None else ", ".join(found.kinds)
+        sent = f"{kinds} of {found.sweep_id or 'all sweeps'}"
+        state = f"{found.state}, {found.pending} waiting, {found.dropped} dropped"
+        table.add_row(found.id, found.url, sent, f"{state}: {found.failure}" if found.failure else state)
     Console().print(table)
 
 

@@ -66,7 +66,7 @@ class Webhooks:
         url = self._checked_url(request.url)
         secret = f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
         values = {
-            "id": f"w{secrets.token_hex(8)}",
+            "id": f"w{secrets.token_hex(5)}",
             "url": url,
             "secret": secret,
             "kinds": sorted(set(request.kinds)) if request.kinds is not None else None,
