@@ -19,6 +19,7 @@ from service import event_routes, routes, webhook_routes
 from service.dashboard import dashboard_routes
 from service.errors import InvalidSpec, Problem, ServiceError
 from service.event_log import EventLog
+from service.idempotency import Idempotency
 from service.launcher import Launcher, owner_of
 from service.problems import (
     MEDIA_TYPE,
@@ -33,6 +34,7 @@ from service.reconciler import Reconciler
 from service.retention import collect_orphans
 from service.settings import Settings
 from service.streams import Streams
+from service.studies import open_closing_storage
 from service.sweeps import build_controller
 from service.version import own_version
 from service.webhooks import Deliverer, Webhooks
@@ -53,7 +55,8 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     records, storage, store = controller.records, controller.storage, controller.store
     ours = settings.store_url is None and store.is_owned_by(owner_of(settings))
     collect = partial(collect_orphans, records, storage, store, store_is_ours=ours)
-    reconciler = Reconciler(records, storage, store, launcher, settings.running_sweeps, collect)
+    closing = partial(open_closing_storage, settings.resolved_database_url)
+    reconciler = Reconciler(records, storage, store, launcher, settings.running_sweeps, collect, closing)
 
     webhooks = Webhooks(records.engine, to_private=settings.webhooks_to_private)
     deliverer = Deliverer(webhooks, lambda: reconciler.holds_lease)
@@ -79,6 +82,7 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     app.state.events = EventLog(records.engine)
     app.state.webhooks = webhooks
     app.state.streams = Streams(app.state.events, controller.look, settings.max_streams)
+    app.state.idempotency = Idempotency(records.engine)
     for router in ROUTERS:
         app.include_router(router)
     app.router.routes.extend(dashboard_routes(controller.storage))
@@ -128,18 +132,24 @@ def _on_invalid_request(request: Request, error: Exception) -> Response:
         return problem_response(
             plain_problem(404, f"nothing can have the path {request.url.path}", request.url.path)
         )
-    outside = [found for found in errors if found["loc"][0] in {"query", "header"}]
-    if outside:
-        words = "; ".join(
-            f"{found['loc'][1]}: {found['msg']}; got {found['input']!r:.80}" for found in outside
-        )
-        return problem_response(plain_problem(422, words, request.url.path))
+    if any(found["loc"][0] != "body" for found in errors):
+        problems = [_parameter_problem(found) for found in errors if found["loc"][0] != "body"]
+        return _refusal(request, InvalidSpec(problems), problems)
     if errors[0]["type"] == "json_invalid":
         detail = f"the body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][1]}"
         return problem_response(plain_problem(400, detail, request.url.path))
     below_body = [{**found, "loc": found["loc"][1:]} for found in errors]
     problems = problems_in(below_body, error.body, _body_schema(request.scope["endpoint"]))
     return _refusal(request, InvalidSpec(problems), problems)
+
+
+def _parameter_problem(found: dict[str, Any]) -> Problem:
+    """Of the query or the headers."""
+    name = str(found["loc"][1])
+    if found["type"] == "extra_forbidden":
+        return Problem("", found["type"], f"{name}: there is no such parameter here", name)
+    message = str(found["msg"]).removeprefix("Value error, ")
+    return Problem("", found["type"], f"{name}: {message}; got {found['input']!r:.80}", name)
 
 
 def _on_http_error(request: Request, error: Exception) -> Response:
@@ -176,11 +186,15 @@ def _refusal(request: Request, error: ServiceError, problems: list[Problem]) -> 
         detail=str(error),
         code=error.code,
         errors=[
-            ErrorDocument(pointer=found.pointer, code=found.code, message=found.message) for found in problems
+            ErrorDocument(
+                pointer=found.pointer, code=found.code, message=found.message, parameter=found.parameter
+            )
+            for found in problems
         ],
         instance=request.url.path,
     )
-    return problem_response(document)
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
+    return problem_response(document, headers)
 
 
 @cache

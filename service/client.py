@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import math
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,8 +20,21 @@ from pydantic import ValidationError
 
 from service.errors import CommandFailed
 from service.events import AnyEvent, AnyEventPage, read_event
-from service.schemas import Health, SweepDetail, SweepList, SweepView, TrialDetail, TrialList, TrialView, View
+from service.schemas import (
+    Health,
+    PointList,
+    PointView,
+    SweepDetail,
+    SweepList,
+    SweepView,
+    TrialDetail,
+    TrialList,
+    TrialView,
+    Validation,
+    View,
+)
 from service.webhook_schemas import NewWebhook, TestedWebhook, WebhookList, WebhookView
+from trials.spec import SweepSpec
 
 TIMEOUT_S = 30.0
 UNREACHABLE_S = 60.0
@@ -29,6 +43,8 @@ PAUSE_S = 0.5
 """Before a stream that was cut off is asked for again."""
 SILENCE_S = 45.0
 """Three heartbeats of a stream; then it is taken for dead."""
+AGAIN_AFTER_S = (0.2, 1.0)
+"""Seconds to wait before a request, of which nothing was heard, is sent again."""
 
 Answer = TypeVar("Answer", bound=View)
 
@@ -39,6 +55,10 @@ class ClientError(CommandFailed):
 
 class ServiceUnreachable(ClientError):
     """Nothing answers at the service's URL."""
+
+
+class AnswerLost(ServiceUnreachable):
+    """The service was asked, and nothing was heard of it: what was asked for may have been done."""
 
 
 class CorruptDownload(ClientError):
@@ -70,30 +90,52 @@ class FraternalClient:
         self._http.close()
 
     def create(self, body: dict[str, Any]) -> SweepDetail:
-        return self._ask("POST", "/v1/sweeps", SweepDetail, json=body)
+        return self._ask_once("/v1/sweeps", SweepDetail, body)
 
-    def list_sweeps(self) -> list[SweepView]:
-        """The newest first."""
-        return self._ask("GET", "/v1/sweeps", SweepList).sweeps
+    def validate(self, body: dict[str, Any]) -> SweepSpec:
+        """The spec as it would be written down; nothing is queued."""
+        path = "/v1/sweeps?validate_only=true"
+        return self._ask("POST", path, Validation, json=body).spec
+
+    def list_sweeps(self, **query: Any) -> list[SweepView]:
+        """The newest first, unless `order_by` says otherwise; `state`, `label` and `name` choose some."""
+        return [sweep for page in self._pages("/v1/sweeps", SweepList, query) for sweep in page.sweeps]
 
     def get(self, sweep_id: str) -> SweepDetail:
         return self._ask("GET", _path(sweep_id), SweepDetail)
 
-    def trials(self, sweep_id: str) -> list[TrialView]:
-        return self._ask("GET", f"{_path(sweep_id)}/trials", TrialList).trials
+    def trials(self, sweep_id: str, **query: Any) -> list[TrialView]:
+        """By number, unless `order_by` says otherwise; `state` and `arm` choose some."""
+        pages = self._pages(f"{_path(sweep_id)}/trials", TrialList, query)
+        return [trial for page in pages for trial in page.trials]
 
     def trial(self, sweep_id: str, number: int) -> TrialDetail:
         return self._ask("GET", f"{_path(sweep_id)}/trials/{number}", TrialDetail)
 
     def ask(self, sweep_id: str, verb: str, body: dict[str, Any] | None = None) -> SweepView:
         """pause, resume, stop, cancel, extend or retry-failed."""
-        return self._ask("POST", f"{_path(sweep_id)}:{verb}", SweepView, json=body)
+        return self._ask_once(f"{_path(sweep_id)}:{verb}", SweepView, body)
 
     def cancel(self, sweep_id: str) -> SweepView:
         return self.ask(sweep_id, "cancel")
 
     def clone(self, sweep_id: str, changes: dict[str, Any]) -> SweepDetail:
-        return self._ask("POST", f"{_path(sweep_id)}:clone", SweepDetail, json=changes)
+        return self._ask_once(f"{_path(sweep_id)}:clone", SweepDetail, changes)
+
+    def change(self, sweep_id: str, changes: dict[str, Any], revision: int | None = None) -> SweepDetail:
+        """Change name, labels, priority, max_concurrent or budget, if the sweep still has this revision."""
+        wanted = {"if-match": "*" if revision is None else f'"{revision}"'}
+        return self._ask("PATCH", _path(sweep_id), SweepDetail, json=changes, headers=wanted)
+
+    def ask_of_trial(self, sweep_id: str, number: int, verb: str) -> None:
+        """stop, retry, pin or unpin."""
+        self._ask_once(f"{_path(sweep_id)}/trials/{number}:{verb}", View)
+
+    def add_point(self, sweep_id: str, params: dict[str, Any]) -> PointView:
+        return self._ask_once(f"{_path(sweep_id)}/points", PointView, {"params": params})
+
+    def points(self, sweep_id: str) -> list[PointView]:
+        return self._ask("GET", f"{_path(sweep_id)}/points", PointList).points
 
     def delete(self, sweep_id: str) -> SweepView:
         return self._ask("DELETE", _path(sweep_id), SweepView)
@@ -191,6 +233,30 @@ class FraternalClient:
                 )
         return digest.hexdigest()
 
+    def _pages(self, path: str, answer: type[Answer], query: dict[str, Any]) -> Iterator[Answer]:
+        token: dict[str, str] = {}
+        while True:
+            page = self._ask("GET", path, answer, params={**query, **token})
+            yield page
+            following: str | None = getattr(page, "next_page_token")  # noqa: B009  # of either list
+            if following is None:
+                return
+            token = {"page_token": following}
+
+    def _ask_once(self, path: str, answer: type[Answer], body: Any = None) -> Answer:
+        """POST; where nothing is heard of it, or it is still under way, again: it is carried out once."""
+        key = {"idempotency-key": secrets.token_urlsafe(18)}
+        for pause_s in AGAIN_AFTER_S:
+            try:
+                return self._ask("POST", path, answer, json=body, headers=key)
+            except AnswerLost:
+                pass
+            except ApiError as error:
+                if error.code != "request_in_flight":
+                    raise
+            time.sleep(pause_s)
+        return self._ask("POST", path, answer, json=body, headers=key)
+
     def _ask(self, method: str, path: str, answer: type[Answer], **request: Any) -> Answer:
         with self._reaching():
             response = self._http.request(method, path, **request)
@@ -211,7 +277,7 @@ class FraternalClient:
                 f"no service at {self.base_url}; start one with `fraternal serve`"
             ) from error
         except httpx.TransportError as error:
-            raise ServiceUnreachable(
+            raise AnswerLost(
                 f"{self.base_url} broke off: {error or type(error).__name__}; "
                 "what was asked for may have been done: look before you ask again"
             ) from error

@@ -10,13 +10,16 @@ from pydantic_core import from_json
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.engine import make_url
 
+POSTGRESQL = {"options": "-c idle_in_transaction_session_timeout=30000"}
+"""How it is connected to. A process that is frozen in the middle of a write would keep its locks for ever."""
+
 
 def open_engine(url: str, **options: Any) -> Engine:
     """An engine for our tables; SQLite in WAL mode with a patient lock."""
     sqlite = make_url(url).get_backend_name() == "sqlite"
     engine = create_engine(
         url,
-        connect_args={"timeout": 60} if sqlite else {},
+        connect_args={"timeout": 60} if sqlite else POSTGRESQL,
         pool_pre_ping=not sqlite,
         **{"json_deserializer": _lenient_json, **options},
     )
@@ -63,6 +66,10 @@ def naive(at: datetime) -> datetime:
     return at.astimezone(UTC).replace(tzinfo=None)
 
 
-def aware(at: datetime | None) -> datetime | None:
+def utc(at: datetime) -> datetime:
     """A naive UTC time of the database, as an aware one."""
-    return at.replace(tzinfo=UTC) if at is not None else None
+    return at.replace(tzinfo=UTC)
+
+
+def aware(at: datetime | None) -> datetime | None:
+    return utc(at) if at is not None else None

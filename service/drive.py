@@ -2,6 +2,9 @@
 
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from service.records import Records, SweepJournal
 from service.revisions import check_schema
 from service.settings import Settings
 from service.studies import open_fenced_storage, study_to_go_on_with, write_down
-from trials.driver import EXIT_FENCED, drive
+from trials.driver import BEAT_S, EXIT_FENCED, drive
 from trials.ledger import Fenced, JournalAway, StudyLedger
 from trials.store import CheckpointStore
 
@@ -32,10 +35,11 @@ def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> i
         journal.beat()
         # Also by ourselves: the service may have died before it could, and would never clean up after us.
         records.set_driver(sweep_id, generation, findable(os.getpid()))
-        storage = open_fenced_storage(settings.resolved_database_url, sweep_id, generation)
-        study = study_to_go_on_with(records, storage, sweep_id, generation)
         store = CheckpointStore(settings.resolved_store_url)
-        ledger = StudyLedger(spec, sweep_id, storage, journal, store, study)
+        with _beating(journal):  # a study of many trials is not opened in a moment
+            storage = open_fenced_storage(settings.resolved_database_url, sweep_id, generation)
+            study = study_to_go_on_with(records, storage, sweep_id, generation)
+            ledger = StudyLedger(spec, sweep_id, storage, journal, store, study)
         drive(
             ledger,
             journal,
@@ -52,6 +56,25 @@ def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> i
             return EXIT_FENCED
         raise
     return 0
+
+
+@contextmanager
+def _beating(journal: SweepJournal) -> Iterator[None]:
+    """Renew the lease meanwhile. Who has lost it learns that from its next write."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_S):
+            with suppress(JournalAway, Fenced):
+                journal.beat()
+
+    thread = threading.Thread(target=beat, name="beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _is_fenced(journal: SweepJournal) -> bool:

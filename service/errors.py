@@ -12,6 +12,8 @@ class ServiceError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
+    retry_after_s: ClassVar[int | None] = None
+    """When to ask again, where that helps."""
 
 
 class SweepNotFound(ServiceError):
@@ -54,6 +56,56 @@ class IllegalMove(ServiceError):
         """What may be asked of the sweep instead."""
 
 
+class PointNotFound(ServiceError):
+    """There is no such point in this sweep."""
+
+    status = 404
+    code = "point_not_found"
+
+
+class PointTaken(ServiceError):
+    """The point is being tried, or was."""
+
+    status = 409
+    code = "point_taken"
+
+
+class IllegalTrialMove(ServiceError):
+    """The trial's state does not allow this."""
+
+    status = 409
+    code = "illegal_trial_move"
+
+
+class RevisionRequired(ServiceError):
+    """Whoever changes a sweep says which revision of it was looked at."""
+
+    status = 428
+    code = "revision_required"
+
+
+class ChangedSince(ServiceError):
+    """The sweep is no longer as it was when it was looked at."""
+
+    status = 412
+    code = "changed_since"
+
+
+class KeyReused(ServiceError):
+    """The Idempotency-Key came with another request before."""
+
+    status = 422
+    code = "idempotency_key_reused"
+
+
+class StillCarriedOut(ServiceError):
+    """The request with this Idempotency-Key is still being carried out."""
+
+    status = 409
+    code = "request_in_flight"
+    retry_after_s = 1
+
+
 class UnreadableSpec(ServiceError):
     """The sweep's spec in the database makes no sense."""
 
@@ -75,6 +127,8 @@ class Problem:
     pointer: str
     code: str
     message: str
+    parameter: str | None = None
+    """Of the query or the headers, where the body is not what is wrong."""
 
 
 class InvalidSpec(ServiceError):
@@ -86,6 +140,15 @@ class InvalidSpec(ServiceError):
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
         self.problems = problems
+
+
+class BadParameter(InvalidSpec):
+    """A parameter of the request makes no sense."""
+
+    code = "bad_parameter"
+
+    def __init__(self, parameter: str, code: str, message: str) -> None:
+        super().__init__([Problem("", code, f"{parameter}: {message}", parameter)])
 
 
 class InvalidWebhook(InvalidSpec):

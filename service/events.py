@@ -28,9 +28,14 @@ MoveKind = Literal[
     "sweep_cancelled",
 ]
 """What service.lifecycle.MOVES call themselves."""
+WishKind = Literal["trial_stop_requested", "trial_pinned", "trial_unpinned"]
 EventKind = Literal[
     "sweep_submitted",
+    "sweep_changed",
+    "point_added",
+    "point_removed",
     MoveKind,
+    WishKind,
     "driver_fenced",
     "driver_stopped",
     "trial_started",
@@ -44,6 +49,22 @@ KINDS: tuple[EventKind, ...] = get_args(EventKind)
 
 class Nothing(View):
     """The kind says it all."""
+
+
+class Change(View):
+    fields: list[str]
+    """Of the spec, that a client has changed."""
+
+
+class Point(View):
+    point: int
+    """Its id."""
+
+
+class Wish(View):
+    """A client asked for something of one trial."""
+
+    number: int
 
 
 class Move(View):
@@ -119,6 +140,21 @@ class SweepSubmitted(EventBase):
     detail: Nothing
 
 
+class SweepChanged(EventBase):
+    kind: Literal["sweep_changed"]
+    detail: Change
+
+
+class PointMoved(EventBase):
+    kind: Literal["point_added", "point_removed"]
+    detail: Point
+
+
+class TrialWished(EventBase):
+    kind: WishKind
+    detail: Wish
+
+
 class SweepMoved(EventBase):
     kind: MoveKind
     detail: Move
@@ -165,6 +201,9 @@ class OtherEvent(EventBase):
 
 KnownEvent = Annotated[
     SweepSubmitted
+    | SweepChanged
+    | PointMoved
+    | TrialWished
     | SweepMoved
     | DriverEnded
     | TrialStarted

@@ -80,6 +80,9 @@ class Launcher(Protocol):
 
     def is_alive(self, driver: dict[str, Any]) -> bool: ...
 
+    def is_stopped(self, driver: dict[str, Any]) -> bool:
+        """Whether its process is there, as can be seen from here, and does not run: SIGSTOP, a debugger."""
+
     def identity(self) -> dict[str, Any]:
         """What this process is known by, as a driver is: `is_alive` tells of either."""
 
@@ -153,6 +156,15 @@ class LocalLauncher:
             return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+    def is_stopped(self, driver: dict[str, Any]) -> bool:
+        if driver.get("host") != socket.gethostname() or not self.is_alive(driver):
+            return False
+        try:
+            status = psutil.Process(driver["pid"]).status()
+        except psutil.NoSuchProcess:
+            return False
+        return status in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
     def end(self, sweep_id: str) -> None:
         end_marked_processes(MARK, sweep_id, **{OWNER: self._owner})

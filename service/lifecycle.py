@@ -111,6 +111,11 @@ MOVES: Mapping[Verb, Move] = {
 }
 
 
+def legal_words(state: State) -> str:
+    legal = legal_requests(state)
+    return f"legal now: {', '.join(legal)}" if legal else "nothing can be asked of it any more"
+
+
 def legal_requests(state: State) -> list[str]:
     """What clients may ask of a sweep in this state, as the API spells it."""
     return [verb.replace("_", "-") for verb in REQUESTS if state in MOVES[verb].states]

@@ -37,6 +37,8 @@ class ErrorDocument(View):
     code: str
     message: str
     """What would be right."""
+    parameter: str | None = None
+    """Of the query or the headers, where the body is not what is wrong."""
 
 
 class ProblemDocument(View):

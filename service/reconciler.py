@@ -3,18 +3,21 @@
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timedelta
 from typing import Any
 
 from optuna.storages import BaseStorage
+from sqlalchemy.exc import OperationalError
 
 from service.database import now
 from service.errors import UnreadableSpec
 from service.launcher import Launcher
 from service.lifecycle import MOVING, WITH_DRIVER, Verb
 from service.records import LEASE, Records, SweepRecord
-from trials.ledger import Failure, close_open_trials, delete_study, find_rows, studies_of, told_of_end
+from trials.ledger import Fenced, told_of_end
 from trials.store import CheckpointStore
+from trials.studies import Failure, close_open_trials, delete_study, find_rows, studies_of
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +49,10 @@ class Reconciler:
         launcher: Launcher,
         running_sweeps: int,
         collect: Callable[[], Any] = list,
+        closing: Callable[[str, int], AbstractContextManager[BaseStorage]] | None = None,
     ) -> None:
-        """`collect` puts aside what nobody refers to, now and then."""
+        """`collect` puts aside what nobody refers to, now and then; `closing` opens the storage for who ends
+        the trials of a sweep of some generation."""
         self._records = records
         self._storage = storage
         self._store = store
@@ -55,6 +60,7 @@ class Reconciler:
         self._running_sweeps = running_sweeps
         self._stopped = threading.Event()
         self._collect = collect
+        self._closing = closing or (lambda sweep_id, generation: nullcontext(storage))
         self._holds_lease = False
         self._looked_at: datetime | None = None
         self._lenient_until = now()
@@ -100,8 +106,23 @@ class Reconciler:
         while not self._stopped.wait(PERIOD_S):
             try:
                 self.reconcile()
+            except OperationalError:
+                log.exception("the database does not let the reconciler work")
+                self._end_sleepers()
             except Exception:  # whatever it is, the next look may find it gone
                 log.exception("the reconciler could not finish its round")
+
+    def _end_sleepers(self) -> None:
+        """Kill drivers that are frozen: in the middle of a write, one keeps everybody else from SQLite."""
+        if not self._holds_lease:
+            return
+        try:
+            for record in self._records.list_sweeps(*WITH_DRIVER):
+                silent = record.lease_expired and record.driver is not None
+                if silent and self._launcher.is_stopped(record.driver or {}):
+                    self._launcher.end(record.id)
+        except Exception:
+            log.exception("drivers that are silent could not be ended")
 
     def _run_collecting(self) -> None:
         """In a thread of its own: a large store is not listed in a moment."""
@@ -120,12 +141,14 @@ class Reconciler:
         self._looked_at = now()
         if not self._holds_lease:
             return
-        records = self._records.list_sweeps(*MOVING)
+        records = sorted(self._records.list_sweeps(*MOVING), key=lambda record: -record.priority)
         room = self._running_sweeps - sum(record.state in WITH_DRIVER for record in records)
         for record in [*records, *self._records.list_left_behind()]:
             if record.state == "queued" and room <= 0:
                 continue
             room -= record.state == "queued"
+            if not self._acts():  # this round has taken so long that another controller has taken over
+                return
             try:
                 self._look_at(record)
             except Exception:
@@ -201,20 +224,23 @@ class Reconciler:
         self._launcher.end(record.id)
         if failure is not None:
             try:
-                self._close_trials(record.id, failure)
-            except (ValueError, KeyError, TypeError) as error:  # damaged rows keep no sweep from its end
+                self._close_trials(record.id, generation, failure)
+            except Fenced:
+                return
+            except (ValueError, LookupError, TypeError) as error:  # damaged rows keep no sweep from its end
                 log.exception("the open trials of sweep %s could not be closed", record.id)
                 damaged = f"its open trials could not be closed: {type(error).__name__}: {error}"
                 reason = damaged if reason is None else f"{reason}; {damaged}"
         self._records.finish(record.id, generation, verb, reason)
 
-    def _close_trials(self, sweep_id: str, failure: Failure) -> None:
+    def _close_trials(self, sweep_id: str, generation: int, failure: Failure) -> None:
         study = self._records.get_sweep(sweep_id).study  # the driver may have changed it until now
-        close_open_trials(study, self._storage, failure)
+        with self._closing(sweep_id, generation) as storage:
+            close_open_trials(study, storage, failure)
+            for left in set(studies_of(sweep_id, storage)) - {study}:
+                delete_study(left, storage)
         rows = find_rows(study, self._storage)
         self._records.tell_of_ends(sweep_id, [told_of_end(row) for row in rows if row.state.is_finished()])
-        for left in set(studies_of(sweep_id, self._storage)) - {study}:
-            delete_study(left, self._storage)
 
     def _delete(self, record: SweepRecord) -> None:
         """Remove all that a sweep has. Its row goes last: the next look makes a crash on the way good."""

@@ -1,8 +1,8 @@
 """Sweeps, their epochs and events as rows; and what a driver may write, fenced by its generation."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import cached_property, lru_cache
 from typing import Any
@@ -24,7 +24,14 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.sql import ColumnElement
 
 from service.database import aware, naive, now
-from service.errors import IllegalMove, SweepNotFound, UnreadableSpec
+from service.errors import (
+    ChangedSince,
+    IllegalMove,
+    PointNotFound,
+    PointTaken,
+    SweepNotFound,
+    UnreadableSpec,
+)
 from service.event_log import find_ends_told, write_event
 from service.lifecycle import (
     MOVES,
@@ -35,11 +42,14 @@ from service.lifecycle import (
     State,
     Verb,
     legal_requests,
+    legal_words,
 )
-from service.tables import epochs, events, leases, sweeps
+from service.listing import page_of_sweeps
+from service.pages import SweepQuery
+from service.tables import epochs, events, leases, points, sweeps, trial_wishes
 from trials.ledger import Fenced, JournalAway, Orders, untold
 from trials.perplexity import finite_perplexity
-from trials.spec import Budget, FailureClass, SweepSpec
+from trials.spec import Budget, SweepSpec
 
 LEASE = timedelta(seconds=20)
 """How long a driver may be silent before another one is started."""
@@ -69,10 +79,8 @@ class SweepRecord:
     running_since: datetime | None
     study: str
     """Name of its study."""
-    retry_classes: list[FailureClass] | None
-    """Trials that failed so are tried again by the next driver."""
     retry_numbers: list[int] | None
-    """Failed trials that are, too."""
+    """Failed trials that the next driver tries again."""
     revision: int
     """Grows with all that clients ask of it."""
 
@@ -87,6 +95,14 @@ class SweepRecord:
                 f"the spec of sweep {self.id} cannot be read: {first}; it can be cancelled and deleted; "
                 "its checkpoints are where they were"
             ) from error
+
+    @property
+    def priority(self) -> int:
+        """0 where its spec makes no sense."""
+        try:
+            return self.spec.priority
+        except UnreadableSpec:
+            return 0
 
     @property
     def driver_lived_s(self) -> float:
@@ -104,13 +120,18 @@ class SweepRecord:
         return _running_s(self.ran_s, self.running_since)
 
 
+Within = Callable[[Connection, SweepRecord], None]
+"""Written in the transaction that carries a request out, once it is: all of it is there, or nothing."""
+PointWithin = Callable[[Connection, RowMapping], None]
+
+
 class Records:
     """Reads and writes our tables. Every method is one transaction."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def add_sweep(self, sweep_id: str, spec: SweepSpec) -> SweepRecord:
+    def add_sweep(self, sweep_id: str, spec: SweepSpec, within: Within | None = None) -> SweepRecord:
         created_at = naive(now())
         values = {
             "id": sweep_id,
@@ -122,8 +143,11 @@ class Records:
         }
         with self.engine.begin() as connection:
             connection.execute(insert(sweeps).values(values))
+            given = [_point(sweep_id, point) for point in spec.points]
+            if given:
+                connection.execute(insert(points).values(given))
             write_event(connection, sweep_id, "sweep_submitted", {})
-        return self.get_sweep(sweep_id)
+            return _done(connection, sweep_id, within)
 
     def get_sweep(self, sweep_id: str) -> SweepRecord:
         """Raises SweepNotFound."""
@@ -138,20 +162,75 @@ class Records:
         with self.engine.connect() as connection:
             return [_record(row) for row in connection.execute(query).mappings()]
 
+    def page(self, asked: SweepQuery) -> tuple[list[SweepRecord], str | None]:
+        """A page of sweeps, and the token of the next one."""
+        with self.engine.connect() as connection:
+            rows, token = page_of_sweeps(connection, asked)
+        return [_record(row) for row in rows], token
+
     def list_left_behind(self) -> list[SweepRecord]:
         """Sweeps at rest whose drivers nobody has cleaned up after."""
         left = sweeps.c.state.not_in(MOVING) & sweeps.c.driver.is_not(None)
         with self.engine.connect() as connection:
             return [_record(row) for row in connection.execute(select(sweeps).where(left)).mappings()]
 
-    def ask(self, sweep_id: str, verb: Verb, **values: Any) -> State:
+    def ask(self, sweep_id: str, verb: Verb, within: Within | None = None) -> SweepRecord:
         """Carry out what a client asks for. Raises SweepNotFound, IllegalMove."""
         with self.engine.begin() as connection:
             row = _locked_row(connection, sweep_id)
             _require_legal(row, verb)
-            return _move(connection, row, verb, values)
+            _move(connection, row, verb, {})
+            return _done(connection, sweep_id, within)
 
-    def extend(self, sweep_id: str, change: Callable[[SweepRecord], Budget]) -> State:
+    def retry(
+        self,
+        sweep_id: str,
+        numbers: Collection[int],
+        within: Within | None = None,
+    ) -> SweepRecord:
+        """Have failed trials tried again, beside those asked for earlier.
+
+        Raises SweepNotFound, IllegalMove.
+        """
+        with self.engine.begin() as connection:
+            row = _locked_row(connection, sweep_id)
+            _require_legal(row, "retry_failed")
+            again = sorted({*numbers, *(row["retry_numbers"] or [])})
+            _move(connection, row, "retry_failed", {"retry_numbers": again})
+            connection.execute(  # what was stopped is not to stop again
+                update(trial_wishes)
+                .where((trial_wishes.c.sweep_id == sweep_id) & trial_wishes.c.number.in_(numbers))
+                .values(stopping=False)
+            )
+            return _done(connection, sweep_id, within)
+
+    def change(
+        self,
+        sweep_id: str,
+        is_wanted: Callable[[int], bool],
+        change: Callable[[SweepRecord], SweepSpec],
+        fields: Collection[str],
+        within: Within | None = None,
+    ) -> SweepRecord:
+        """Give a sweep another spec, if it `is_wanted` of the revision that it has.
+
+        Raises SweepNotFound, ChangedSince, and what `change` raises.
+        """
+        while True:
+            record = self.get_sweep(sweep_id)
+            if not is_wanted(record.revision):
+                raise ChangedSince(f"sweep {sweep_id} is of revision {record.revision} by now: look again")
+            spec = change(record).model_dump(mode="json")  # which reads other tables: without a lock
+            with self.engine.begin() as connection:
+                row = _locked_row(connection, sweep_id)
+                if (row["revision"], row["state"]) == (record.revision, record.state):
+                    _bump(connection, sweep_id, {"spec": spec})
+                    write_event(connection, sweep_id, "sweep_changed", {"fields": sorted(fields)})
+                    return _done(connection, sweep_id, within)
+
+    def extend(
+        self, sweep_id: str, change: Callable[[SweepRecord], Budget], within: Within | None = None
+    ) -> SweepRecord:
         """Change a sweep's budget. Raises SweepNotFound, IllegalMove, and what `change` raises."""
         while True:
             record = self.get_sweep(sweep_id)
@@ -161,7 +240,8 @@ class Records:
                 row = _locked_row(connection, sweep_id)
                 if (row["spec"], row["state"]) == (record.written_spec, record.state):
                     spec = {**record.written_spec, "budget": budget}
-                    return _move(connection, row, "extend", {"spec": spec})
+                    _move(connection, row, "extend", {"spec": spec})
+                    return _done(connection, sweep_id, within)
 
     def require_legal(self, record: SweepRecord, verb: Verb) -> None:
         """Raises IllegalMove."""
@@ -200,7 +280,13 @@ class Records:
     def release(self, record: SweepRecord) -> None:
         """Write down that a driver was stopped for no fault of its own; the next look starts another."""
         same = (sweeps.c.id == record.id) & (sweeps.c.generation == record.generation)
-        values = {"driver": None, "lease_until": None, "epochs_at_launch": -1}  # so it was not fruitless
+        values = {
+            "driver": None,
+            "lease_until": None,
+            "epochs_at_launch": -1,  # so it was not fruitless
+            "ran_s": record.running_s(),
+            "running_since": None,
+        }
         with self.engine.begin() as connection:
             if connection.execute(update(sweeps).where(same).values(values)).rowcount == 1:
                 write_event(connection, record.id, "driver_stopped", {"generation": record.generation})
@@ -226,7 +312,7 @@ class Records:
         with self.engine.begin() as connection:
             _renew(connection, sweep_id, generation)
             connection.execute(
-                update(sweeps).where(sweeps.c.id == sweep_id).values(study=study, retry_classes=None)
+                update(sweeps).where(sweeps.c.id == sweep_id).values(study=study, retry_numbers=None)
             )
 
     def set_driver(self, sweep_id: str, generation: int, driver: dict[str, Any] | None) -> None:
@@ -326,6 +412,63 @@ class Records:
         with self.engine.connect() as connection:
             return list(connection.execute(query).mappings())
 
+    def pinned(self, sweep_id: str) -> set[int]:
+        """Numbers of the trials whose best checkpoints stay."""
+        mine = (trial_wishes.c.sweep_id == sweep_id) & trial_wishes.c.pinned
+        with self.engine.connect() as connection:
+            return set(connection.execute(select(trial_wishes.c.number).where(mine)).scalars())
+
+    def wish(
+        self, sweep_id: str, number: int, kind: str, within: Within | None = None, **wishes: bool
+    ) -> SweepRecord:
+        """Write down what is wished for one trial: `pinned`, `stopping`. Raises SweepNotFound."""
+        of_trial = (trial_wishes.c.sweep_id == sweep_id) & (trial_wishes.c.number == number)
+        key = {"sweep_id": sweep_id, "number": number}
+        with self.engine.begin() as connection:
+            _locked_row(connection, sweep_id)
+            if not connection.execute(update(trial_wishes).where(of_trial).values(**wishes)).rowcount:
+                values = {"pinned": False, "stopping": False, **wishes, **key}
+                connection.execute(insert(trial_wishes).values(values))
+            _bump(connection, sweep_id, {})
+            write_event(connection, sweep_id, kind, {"number": number})
+            return _done(connection, sweep_id, within)
+
+    def add_point(
+        self, sweep_id: str, params: Mapping[str, Any], within: PointWithin | None = None
+    ) -> RowMapping:
+        """To be tried before anything is sampled, after those that came earlier. Raises SweepNotFound."""
+        with self.engine.begin() as connection:
+            _locked_row(connection, sweep_id)
+            made = connection.execute(insert(points).values(_point(sweep_id, params)).returning(points))
+            point = made.mappings().one()
+            _bump(connection, sweep_id, {})
+            write_event(connection, sweep_id, "point_added", {"point": point["id"]})
+            if within is not None:
+                within(connection, point)
+            return point
+
+    def list_points(self, sweep_id: str) -> list[RowMapping]:
+        """In the order in which they are tried."""
+        query = select(points).where(points.c.sweep_id == sweep_id).order_by(points.c.id)
+        with self.engine.connect() as connection:
+            return list(connection.execute(query).mappings())
+
+    def remove_point(self, sweep_id: str, point_id: int) -> None:
+        """Raises SweepNotFound, PointNotFound, PointTaken."""
+        of_point = (points.c.sweep_id == sweep_id) & (points.c.id == point_id)
+        with self.engine.begin() as connection:
+            _locked_row(connection, sweep_id)
+            if connection.execute(delete(points).where(of_point & points.c.draw.is_(None))).rowcount:
+                _bump(connection, sweep_id, {})
+                write_event(connection, sweep_id, "point_removed", {"point": point_id})
+                return
+            draw = connection.execute(select(points.c.draw).where(of_point)).scalar_one_or_none()
+        if draw is None:
+            raise PointNotFound(f"sweep {sweep_id} has no point {point_id}")
+        raise PointTaken(
+            f"point {point_id} of sweep {sweep_id} is tried as draw {draw}: it cannot be removed"
+        )
+
     def list_events(self, sweep_id: str) -> list[RowMapping]:
         query = select(events).where(events.c.sweep_id == sweep_id).order_by(events.c.id)
         with self.engine.connect() as connection:
@@ -353,8 +496,15 @@ class SweepJournal:
         self._generation = generation
 
     def beat(self) -> Orders:
+        mine = trial_wishes.c.sweep_id == self._sweep_id
         with self._reaching() as connection:
-            return self._renew(connection)
+            orders = self._renew(connection)
+            wishes = connection.execute(select(trial_wishes).where(mine)).all()
+        return replace(
+            orders,
+            stopping=frozenset(wish.number for wish in wishes if wish.stopping),
+            pinned=frozenset(wish.number for wish in wishes if wish.pinned),
+        )
 
     def record_epoch(self, number: int, attempt: int, epoch: Mapping[str, Any]) -> None:
         key = {"sweep_id": self._sweep_id, "number": number, "epoch": epoch["epoch"]}
@@ -380,6 +530,18 @@ class SweepJournal:
     def ends_told(self) -> set[tuple[int, int | None]]:
         with self._reaching() as connection:
             return find_ends_told(connection, self._sweep_id)
+
+    def point_of(self, draw: int, *, take: bool) -> Mapping[str, Any] | None:
+        mine = select(points).where(points.c.sweep_id == self._sweep_id).order_by(points.c.id).limit(1)
+        with self._reaching() as connection:
+            found = connection.execute(mine.where(points.c.draw == draw)).one_or_none()
+            if found is None and take:
+                found = connection.execute(mine.where(points.c.draw.is_(None))).one_or_none()
+                if found is not None:
+                    self._renew(connection)
+                    connection.execute(update(points).where(points.c.id == found.id).values(draw=draw))
+        params: Mapping[str, Any] | None = found.params if found is not None else None
+        return params
 
     def record_event(self, kind: str, **detail: Any) -> None:
         with self._reaching() as connection:
@@ -413,12 +575,19 @@ def _renew(connection: Connection, sweep_id: str, generation: int) -> Orders:
         update(sweeps)
         .where(mine)
         .values(lease_until=naive(now() + LEASE))
-        .returning(sweeps.c.state, sweeps.c.spec["budget"], sweeps.c.ran_s, sweeps.c.running_since)
+        .returning(
+            sweeps.c.state,
+            sweeps.c.spec["budget"],
+            sweeps.c.spec["resources"],
+            sweeps.c.ran_s,
+            sweeps.c.running_since,
+        )
     ).one_or_none()
     if renewed is None:
         raise Fenced(f"sweep {sweep_id} is no longer driver generation {generation}'s")
-    state, budget, ran_s, since = renewed
-    return Orders(state, _budget(to_json(budget)), _running_s(ran_s, aware(since)))
+    state, budget, resources, ran_s, since = renewed
+    most = resources.get("max_concurrent")
+    return Orders(state, _budget(to_json(budget)), _running_s(ran_s, aware(since)), most)
 
 
 def _told_of(number: int, attempt: int, epoch: Mapping[str, Any]) -> dict[str, Any]:
@@ -430,19 +599,28 @@ def _told_of(number: int, attempt: int, epoch: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def fence_writes(engine: Engine, sweep_id: str, generation: int) -> None:
+def _hold(connection: Connection, sweep_id: str, generation: int) -> None:
+    """Take the row's write lock, if the sweep is still of this generation."""
+    mine = (sweeps.c.id == sweep_id) & (sweeps.c.generation == generation)
+    if not connection.execute(update(sweeps).where(mine).values(generation=generation)).rowcount:
+        raise Fenced(f"sweep {sweep_id} is no longer of generation {generation}")
+
+
+def fence_writes(engine: Engine, sweep_id: str, generation: int, *, of_driver: bool = True) -> None:
     """From now on nothing is written through this engine once another generation has begun.
 
     A process may sleep between asking whether it may write and writing. So each transaction, before its first
-    write, takes the lock of the sweep's row, and with it the answer. Raises Fenced from within the write.
+    write, takes the lock of the sweep's row, and with it the answer: a driver renews its lease; who closes a
+    sweep from outside only looks. Raises Fenced from within the write.
     """
+    hold = _renew if of_driver else _hold
 
     @event.listens_for(engine, "before_cursor_execute")
     def fence(connection: Connection, _cursor: Any, statement: str, *_rest: Any) -> None:
         writes = statement.lstrip()[:6].upper() in {"INSERT", "UPDATE", "DELETE"}
         if writes and not connection.info.get("fenced"):
             connection.info["fenced"] = True  # the renewal is a write, too
-            _renew(connection, sweep_id, generation)
+            hold(connection, sweep_id, generation)
 
     @event.listens_for(engine, "commit")
     @event.listens_for(engine, "rollback")
@@ -470,12 +648,35 @@ def _move(connection: Connection, row: RowMapping, verb: Verb, values: dict[str,
     changes = {**_clock(row, after), "state": after, **values}
     if verb in REQUESTS and after == "queued":  # what was fruitless before says nothing any more
         changes |= {"epochs_at_launch": -1, "fruitless_launches": 0}
+    if verb == "drive":
+        changes |= _clock_of_a_new_driver(row)
     if verb == "cancel":
-        changes["retry_classes"] = None
+        changes["retry_numbers"] = None
+    if verb in REQUESTS:
+        changes["revision"] = row["revision"] + 1
     connection.execute(update(sweeps).where(sweeps.c.id == row["id"]).values(changes))
     generation = changes.get("generation", row["generation"])
     write_event(connection, row["id"], MOVES[verb].event, {"generation": generation, "state": after})
     return after
+
+
+def _bump(connection: Connection, sweep_id: str, values: dict[str, Any]) -> None:
+    """Write what a client has changed of a sweep whose row's lock is held."""
+    connection.execute(
+        update(sweeps).where(sweeps.c.id == sweep_id).values(revision=sweeps.c.revision + 1, **values)
+    )
+
+
+def _done(connection: Connection, sweep_id: str, within: "Within | None") -> SweepRecord:
+    """The sweep as it stands at the end of a transaction; `within` may write something more into that."""
+    record = _record(_row(connection, sweep_id))
+    if within is not None:
+        within(connection, record)
+    return record
+
+
+def _point(sweep_id: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sweep_id": sweep_id, "params": dict(params), "created_at": naive(now())}
 
 
 def _require_legal(row: Any, verb: Verb) -> None:
@@ -503,6 +704,16 @@ def _clock(row: RowMapping, after: State) -> dict[str, Any]:
     return changes
 
 
+def _clock_of_a_new_driver(row: RowMapping) -> dict[str, Any]:
+    """The one before it has run until it was last heard of: an outage is no time that the sweep has had."""
+    if row["running_since"] is None:
+        return {}
+    at, heard_until = naive(now()), row["lease_until"]
+    ended = min(at, heard_until - LEASE) if heard_until is not None else row["running_since"]
+    ran_s = row["ran_s"] + max(0.0, (ended - row["running_since"]).total_seconds())
+    return {"ran_s": ran_s, "running_since": at}
+
+
 def _running_s(ran_s: float, since: datetime | None) -> float:
     return ran_s + (max(0.0, (now() - since).total_seconds()) if since is not None else 0.0)
 
@@ -514,13 +725,12 @@ def _storable(text: str) -> str:
 
 
 def _illegal(sweep_id: str, verb: Verb, state: State) -> IllegalMove:
-    legal = legal_requests(state)
-    ways = f"legal now: {', '.join(legal)}" if legal else "nothing can be asked of it any more"
-    return IllegalMove(f"sweep {sweep_id} is {state}: it cannot {verb.replace('_', '-')}; {ways}", legal)
+    words = f"sweep {sweep_id} is {state}: it cannot {verb.replace('_', '-')}; {legal_words(state)}"
+    return IllegalMove(words, legal_requests(state))
 
 
 def _record(row: RowMapping) -> SweepRecord:
-    values = {name: value for name, value in row.items() if name not in {"position", "spec"}}
+    values = {name: value for name, value in row.items() if name not in {"position", "spec", "key"}}
     for name in ("state_since", "lease_until", "created_at", "started_at", "finished_at", "running_since"):
         values[name] = aware(values[name])
     return SweepRecord(**values, written_spec=row["spec"])

@@ -14,8 +14,8 @@ from service.database import now
 from service.errors import SweepNotFound
 from service.lifecycle import MOVING
 from service.records import Records
-from trials.ledger import ENDED_WELL, find_rows
 from trials.store import CheckpointStore
+from trials.studies import ENDED_WELL, find_rows
 
 log = logging.getLogger(__name__)
 

@@ -1,28 +1,52 @@
 """The API, one short function a verb: parse, ask the controller, answer."""
 
-from collections.abc import Mapping
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, HTTPException, Path, Request, Response
+from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
+from pydantic import BaseModel, ConfigDict, Field
 
 from service.downloads import download
+from service.errors import BadParameter, RevisionRequired
+from service.idempotency import Answer, Idempotency, KeyedRequest
+from service.lifecycle import State
+from service.pages import (
+    SweepOrder,
+    SweepQuery,
+    TrialOrder,
+    TrialQuery,
+    page_of_trials,
+    read_labels,
+    read_page,
+)
 from service.problems import ProblemDocument
 from service.schemas import (
+    Changes,
     Extension,
     Health,
+    PointList,
+    PointRequest,
+    PointView,
     RetryRequest,
     SweepDetail,
     SweepList,
     SweepView,
     TrialDetail,
     TrialList,
+    TrialState,
     TrialView,
+    Validation,
+    View,
 )
-from service.sweeps import SweepController
-from trials.spec import SweepRequest
+from service.sweeps import SweepController, Write
+from trials.spec import Name, SweepRequest, Text
 
 SweepId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Identity of a sweep.")]
+PointId = Annotated[int, Path(ge=1, lt=2**31, description="Identity of a point.")]
 TrialNumber = Annotated[int, Path(ge=0, lt=2**31, description="0-based number within the sweep.")]
 
 Responses = dict[int | str, dict[str, Any]]
@@ -41,7 +65,22 @@ BAD_SPEC = _problems(
         422: "The sweep cannot run as it is asked for; each error points into the body.",
     }
 )
-ILLEGAL = _problems({409: "The sweep's state does not allow it; the answer lists what is legal."})
+ILLEGAL = _problems({409: "Its state does not allow it; the answer says what is legal."})
+KEYED = _problems(
+    {
+        409: "Its state does not allow it, or the request with this Idempotency-Key is under way still.",
+        422: "What is asked for cannot be, or the Idempotency-Key came with another request before.",
+    }
+)
+CHECKED: Responses = {200: {"model": Validation, "description": "Only its check was asked for."}}
+VERB: Responses = {**NO_SUCH, **KEYED, **_problems({415: "A body, if there is one, is application/json."})}
+BAD_QUERY = _problems({422: "A parameter of the query makes no sense; each error names it."})
+CONDITIONAL = _problems(
+    {
+        412: "The sweep has changed since: its ETag is none of those in If-Match.",
+        428: "If-Match is missing.",
+    }
+)
 FILE: Responses = {
     200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}},
     206: {"description": "The range of bytes that was asked for."},
@@ -56,117 +95,325 @@ def _controller(request: Request) -> SweepController:
 
 
 def _require_json(request: Request) -> None:
+    """Of a request that has a body."""
     sent = request.headers.get("content-type", "")
-    if sent.partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, f"send the spec as application/json, not {sent or 'without a content type'}")
+    kind = sent.partition(";")[0].strip().lower()
+    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    if has_body and kind not in {"application/json", "application/merge-patch+json"}:
+        raise HTTPException(415, f"send the body as application/json, not {sent or 'without a content type'}")
 
 
 Controller = Annotated[SweepController, Depends(_controller)]
+Act = Callable[[Write | None], View]
+Headers = Callable[[Any], dict[str, str]]
 
-sweeps = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
+
+class Once:
+    """Carries a request out, and only once where it has an Idempotency-Key."""
+
+    def __init__(self, idempotency: Idempotency, keyed: KeyedRequest | None) -> None:
+        self._idempotency, self._keyed = idempotency, keyed
+
+    def __call__(self, act: Act, status: int = 202, headers: Headers = lambda view: {}) -> Response:
+        def answer(view: View) -> Answer:
+            return Answer(status, headers(view), view.model_dump_json())
+
+        if self._keyed is None:
+            return _respond(answer(act(None)))
+        return _respond(self._idempotency.once(self._keyed, act, answer))
+
+
+def _respond(answer: Answer) -> Response:
+    replayed = {"idempotency-replayed": "true"} if answer.replayed else {}
+    headers = {**answer.headers, **replayed}
+    return Response(answer.body, answer.status, headers, media_type="application/json")
+
+
+async def _once(
+    request: Request,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            pattern=r"^[!-~]{1,255}$",
+            description="Of your making, one for each request: one that you heard nothing of may be sent "
+            "again with the same key, for a day. It is carried out once; its answer is told again, with "
+            "`Idempotency-Replayed: true`.",
+        ),
+    ] = None,
+) -> Once:
+    idempotency: Idempotency = request.app.state.idempotency
+    if idempotency_key is None:
+        return Once(idempotency, None)
+    asked = f"{request.method} {request.url.path}?{request.url.query}\n".encode() + await request.body()
+    owner: str = getattr(request.state, "owner", "")
+    return Once(idempotency, KeyedRequest(owner, idempotency_key, hashlib.sha256(asked).hexdigest()))
+
+
+Carrying = Annotated[Once, Depends(_once)]
+
+
+def _etag(view: SweepView) -> dict[str, str]:
+    return {"etag": f'"{view.revision}"'}
+
+
+def _place(view: SweepView) -> dict[str, str]:
+    return {"location": f"/v1/sweeps/{view.id}", **_etag(view)}
+
+
+def _revisions(
+    if_match: Annotated[
+        str | None,
+        Header(description="The ETag that the sweep had when you looked; `*`: whatever it is."),
+    ] = None,
+) -> Callable[[int], bool]:
+    """Whether a revision is one of those that a client would have changed."""
+    if if_match is None:
+        raise RevisionRequired("send If-Match with the sweep's ETag, or * to change it whatever it is by now")
+    if if_match.strip() == "*":
+        return lambda revision: True
+    if not re.fullmatch(r'\s*(W/)?"[!#-~]*"(\s*,\s*(W/)?"[!#-~]*")*\s*', if_match):
+        raise BadParameter("If-Match", "no_entity_tag", f'{if_match!r:.80} is no entity tag: one is "3"')
+    strong = re.findall(r'(?<!W/)"([!#-~]*)"', if_match)
+    return lambda revision: str(revision) in strong
+
+
+sweeps = APIRouter(prefix="/v1/sweeps", tags=["sweeps"], dependencies=[Depends(_require_json)])
+trials = APIRouter(prefix="/v1/sweeps/{sweep_id}", tags=["trials"], dependencies=[Depends(_require_json)])
 health = APIRouter(tags=["health"])
 
 
-@sweeps.post("", status_code=201, responses=BAD_SPEC, dependencies=[Depends(_require_json)])
-def create_sweep(spec: SweepRequest, controller: Controller, response: Response) -> SweepDetail:
-    """Ask for a sweep. It is queued, and runs when its turn comes."""
-    sweep = controller.create(spec)
-    response.headers["location"] = f"/v1/sweeps/{sweep.id}"
-    return sweep
+class ListQuery(BaseModel):
+    """What every list takes."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    page_size: Annotated[int, Field(ge=1, le=500)] = 100
+    """Entries at once, at most."""
+    page_token: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,1000}$")] | None = None
+    """`next_page_token` of the page before."""
 
 
-@sweeps.get("")
-def list_sweeps(controller: Controller) -> SweepList:
-    """All sweeps, the newest first."""
-    return SweepList(sweeps=controller.list_sweeps())
+class SweepListQuery(ListQuery):
+    state: list[State] = []
+    """Repeatable: sweeps of any of these states."""
+    label: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}(=[^\x00-\x1f\x7f]*)?$")]] = []
+    """`key=value`, or `key` for any value; repeatable: sweeps that have all of them."""
+    name: Text | None = None
+    """A part of the name, in whatever case."""
+    order_by: str = "-created_at"
+    """created_at, name, priority or state_since; with `-` before it, the largest first."""
 
 
-@sweeps.post("/{sweep_id}:pause", status_code=202, responses={**NO_SUCH, **ILLEGAL})
-def pause_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
-    """Have running trials save their state, and give their resources back; `:resume` goes on from there."""
-    return controller.ask(sweep_id, "pause")
-
-
-@sweeps.post("/{sweep_id}:resume", status_code=202, responses={**NO_SUCH, **ILLEGAL})
-def resume_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
-    """Go on after a pause, or take a `:stop` back."""
-    return controller.ask(sweep_id, "resume")
-
-
-@sweeps.post("/{sweep_id}:stop", status_code=202, responses={**NO_SUCH, **ILLEGAL})
-def stop_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
-    """Let running trials come to their ends, and begin no other."""
-    return controller.ask(sweep_id, "stop")
-
-
-@sweeps.post("/{sweep_id}:cancel", status_code=202, responses={**NO_SUCH, **ILLEGAL})
-def cancel_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
-    """End a sweep now. What its trials have reached is kept."""
-    return controller.ask(sweep_id, "cancel")
+class TrialListQuery(ListQuery):
+    state: list[TrialState] = []
+    """Repeatable: trials of any of these states."""
+    arm: list[Name] = []
+    """Repeatable: trials of any of these arms."""
+    order_by: str = "number"
+    """number, best_valid_perplexity or epochs_done; with `-` before it, the largest first."""
 
 
 @sweeps.post(
-    "/{sweep_id}:extend",
-    status_code=202,
-    responses={**NO_SUCH, **ILLEGAL, **BAD_SPEC},
-    dependencies=[Depends(_require_json)],
+    "",
+    status_code=201,
+    response_model=SweepDetail,
+    responses={
+        200: {"model": Validation, "description": "Only its check was asked for."},
+        **BAD_SPEC,
+        **KEYED,
+    },
 )
-def extend_sweep(sweep_id: SweepId, by: Extension, controller: Controller) -> SweepView:
+def create_sweep(
+    spec: SweepRequest,
+    controller: Controller,
+    once: Carrying,
+    validate_only: Annotated[
+        bool, Query(description="Make every check that a submission makes, and queue nothing.")
+    ] = False,
+) -> Response:
+    """Ask for a sweep. It is queued, and runs when its turn comes."""
+    if validate_only:
+        return _respond(Answer(200, {}, Validation(spec=controller.checked(spec)).model_dump_json()))
+    return once(partial(controller.create, spec), 201, _place)
+
+
+@sweeps.get("", responses=BAD_QUERY)
+def list_sweeps(controller: Controller, query: Annotated[SweepListQuery, Query()]) -> SweepList:
+    """Sweeps, the newest first unless another order is asked for, a page at a time."""
+    page = read_page(SweepOrder, **query.model_dump())
+    asked = SweepQuery(page, query.state, read_labels(query.label), query.name)
+    found, token = controller.list_sweeps(asked)
+    return SweepList(sweeps=found, next_page_token=token)
+
+
+@sweeps.post("/{sweep_id}:pause", status_code=202, response_model=SweepView, responses=VERB)
+def pause_sweep(sweep_id: SweepId, controller: Controller, once: Carrying) -> Response:
+    """Have running trials save their state, and give their resources back; `:resume` goes on from there."""
+    return once(partial(controller.ask, sweep_id, "pause"), headers=_etag)
+
+
+@sweeps.post("/{sweep_id}:resume", status_code=202, response_model=SweepView, responses=VERB)
+def resume_sweep(sweep_id: SweepId, controller: Controller, once: Carrying) -> Response:
+    """Go on after a pause, or take a `:stop` back."""
+    return once(partial(controller.ask, sweep_id, "resume"), headers=_etag)
+
+
+@sweeps.post("/{sweep_id}:stop", status_code=202, response_model=SweepView, responses=VERB)
+def stop_sweep(sweep_id: SweepId, controller: Controller, once: Carrying) -> Response:
+    """Let running trials come to their ends, and begin no other."""
+    return once(partial(controller.ask, sweep_id, "stop"), headers=_etag)
+
+
+@sweeps.post("/{sweep_id}:cancel", status_code=202, response_model=SweepView, responses=VERB)
+def cancel_sweep(sweep_id: SweepId, controller: Controller, once: Carrying) -> Response:
+    """End a sweep now. What its trials have reached is kept."""
+    return once(partial(controller.ask, sweep_id, "cancel"), headers=_etag)
+
+
+@sweeps.post(
+    "/{sweep_id}:extend", status_code=202, response_model=SweepView, responses={**VERB, **BAD_SPEC, **KEYED}
+)
+def extend_sweep(sweep_id: SweepId, by: Extension, controller: Controller, once: Carrying) -> Response:
     """Raise a sweep's budget. One that has ended goes on with its next trial."""
-    return controller.extend(sweep_id, by)
+    return once(partial(controller.extend, sweep_id, by), headers=_etag)
 
 
-@sweeps.post("/{sweep_id}:retry-failed", status_code=202, responses={**NO_SUCH, **ILLEGAL, **BAD_SPEC})
-def retry_failed(sweep_id: SweepId, controller: Controller, request: RetryRequest | None = None) -> SweepView:
+@sweeps.post(
+    "/{sweep_id}:retry-failed",
+    status_code=202,
+    response_model=SweepView,
+    responses={**VERB, **BAD_SPEC, **KEYED},
+)
+def retry_failed(
+    sweep_id: SweepId, controller: Controller, once: Carrying, request: RetryRequest | None = None
+) -> Response:
     """Try failed trials again under their own numbers, from their latest checkpoints."""
-    return controller.retry_failed(sweep_id, request or RetryRequest())
+    return once(partial(controller.retry_failed, sweep_id, request or RetryRequest()), headers=_etag)
 
 
-@sweeps.post("/{sweep_id}:clone", status_code=201, responses={**NO_SUCH, **BAD_SPEC})
+@sweeps.post(
+    "/{sweep_id}:clone",
+    status_code=201,
+    response_model=SweepDetail,
+    responses={**NO_SUCH, **BAD_SPEC, **KEYED},
+)
 def clone_sweep(
-    sweep_id: SweepId, controller: Controller, response: Response, changes: dict[str, Any] | None = None
-) -> SweepDetail:
+    sweep_id: SweepId, controller: Controller, once: Carrying, changes: dict[str, Any] | None = None
+) -> Response:
     """Ask for a new sweep with this one's spec. What the body has takes the place of what is there."""
-    sweep = controller.clone(sweep_id, changes or {})
-    response.headers["location"] = f"/v1/sweeps/{sweep.id}"
+    return once(partial(controller.clone, sweep_id, changes or {}), 201, _place)
+
+
+@sweeps.patch("/{sweep_id}", responses={**NO_SUCH, **ILLEGAL, **BAD_SPEC, **CONDITIONAL})
+def change_sweep(
+    sweep_id: SweepId,
+    changes: Changes,
+    controller: Controller,
+    is_wanted: Annotated[Callable[[int], bool], Depends(_revisions)],
+    response: Response,
+) -> SweepDetail:
+    """Change a sweep's name, labels, priority, number of trials at once, or budget."""
+    sweep = controller.change(sweep_id, is_wanted, changes)
+    response.headers.update(_etag(sweep))
     return sweep
 
 
-@sweeps.delete("/{sweep_id}", status_code=202, responses={**NO_SUCH, **ILLEGAL})
-def delete_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
+@sweeps.delete("/{sweep_id}", status_code=202, response_model=SweepView, responses=VERB)
+def delete_sweep(sweep_id: SweepId, controller: Controller, once: Carrying) -> Response:
     """Remove a sweep that does not run, with its trials, curves and checkpoints."""
-    return controller.ask(sweep_id, "delete")
+    return once(partial(controller.ask, sweep_id, "delete"), headers=_etag)
 
 
 @sweeps.get("/{sweep_id}", responses=NO_SUCH)
-def get_sweep(sweep_id: SweepId, controller: Controller) -> SweepDetail:
+def get_sweep(sweep_id: SweepId, controller: Controller, response: Response) -> SweepDetail:
     """A sweep: its state, its progress and the spec that it runs."""
-    return controller.get(sweep_id)
+    sweep = controller.get(sweep_id)
+    response.headers.update(_etag(sweep))
+    return sweep
 
 
-@sweeps.get("/{sweep_id}/trials", responses=NO_SUCH)
-def list_trials(sweep_id: SweepId, controller: Controller) -> TrialList:
-    """The sweep's trials so far, by number."""
-    return TrialList(trials=controller.trials(sweep_id))
+@trials.get("/trials", responses={**NO_SUCH, **BAD_QUERY})
+def list_trials(
+    sweep_id: SweepId, controller: Controller, query: Annotated[TrialListQuery, Query()]
+) -> TrialList:
+    """The sweep's trials so far, by number unless another order is asked for, a page at a time."""
+    page = read_page(TrialOrder, **query.model_dump())
+    found, token = page_of_trials(controller.trials(sweep_id), TrialQuery(page, query.state, query.arm))
+    return TrialList(trials=found, next_page_token=token)
 
 
-@sweeps.get("/{sweep_id}/trials/{number}", responses=NO_SUCH)
+@trials.get("/trials/{number}", responses=NO_SUCH)
 def get_trial(sweep_id: SweepId, number: TrialNumber, controller: Controller) -> TrialDetail:
     """A trial with its whole configuration and its curve, an entry an epoch."""
     return controller.trial(sweep_id, number)
 
 
-@sweeps.get("/{sweep_id}/best", responses=NO_SUCH)
+@trials.post("/trials/{number}:stop", status_code=202, response_model=TrialView, responses=VERB)
+def stop_trial(sweep_id: SweepId, number: TrialNumber, controller: Controller, once: Carrying) -> Response:
+    """End a trial now: it counts with its best epoch so far, and the next one takes its place."""
+    return once(partial(controller.stop_trial, sweep_id, number))
+
+
+@trials.post("/trials/{number}:retry", status_code=202, response_model=SweepView, responses=VERB)
+def retry_trial(sweep_id: SweepId, number: TrialNumber, controller: Controller, once: Carrying) -> Response:
+    """Try a failed trial again under its own number, in a sweep that rests."""
+    return once(partial(controller.retry_trial, sweep_id, number), headers=_etag)
+
+
+@trials.post("/trials/{number}:pin", status_code=202, response_model=TrialView, responses=VERB)
+def pin_trial(sweep_id: SweepId, number: TrialNumber, controller: Controller, once: Carrying) -> Response:
+    """Keep a trial's best checkpoint, whatever the sweep's `retention` would remove."""
+    return once(partial(controller.pin_trial, sweep_id, number, True))
+
+
+@trials.post("/trials/{number}:unpin", status_code=202, response_model=TrialView, responses=VERB)
+def unpin_trial(sweep_id: SweepId, number: TrialNumber, controller: Controller, once: Carrying) -> Response:
+    """Leave a trial's best checkpoint to the sweep's `retention` again."""
+    return once(partial(controller.pin_trial, sweep_id, number, False))
+
+
+@trials.post("/points", status_code=201, response_model=PointView, responses={**NO_SUCH, **BAD_SPEC, **KEYED})
+def add_point(sweep_id: SweepId, point: PointRequest, controller: Controller, once: Carrying) -> Response:
+    """Have these values tried as the next draw that has not begun, in every arm that does not fix them.
+
+    A sweep whose draws have all begun tries them once its budget is extended.
+    """
+    return once(partial(controller.add_point, sweep_id, point.params), 201)
+
+
+@trials.get("/points", responses=NO_SUCH)
+def list_points(sweep_id: SweepId, controller: Controller) -> PointList:
+    """Points in the order in which they are tried; those that were, too."""
+    return PointList(points=controller.points(sweep_id))
+
+
+@trials.delete("/points/{point_id}", status_code=204, responses={**NO_SUCH, **ILLEGAL})
+def remove_point(sweep_id: SweepId, point_id: PointId, controller: Controller) -> None:
+    """Take back a point that is not tried yet."""
+    controller.records.remove_point(sweep_id, point_id)
+
+
+@trials.get("/best", responses=NO_SUCH)
 def get_best(sweep_id: SweepId, controller: Controller) -> TrialView:
     """The trial with the lowest validation perplexity so far that has a checkpoint."""
     return controller.best(sweep_id)
 
 
-@sweeps.get("/{sweep_id}/best/checkpoint", responses={**NO_SUCH, **FILE}, response_class=Response)
-@sweeps.head("/{sweep_id}/best/checkpoint", include_in_schema=False)
+@trials.get("/best/checkpoint", responses={**NO_SUCH, **FILE}, response_class=Response)
+@trials.head("/best/checkpoint", include_in_schema=False)
 def get_best_checkpoint(sweep_id: SweepId, controller: Controller, request: Request) -> Response:
     """The best trial's weights, configuration, vocabulary and metrics as a tar; also while the sweep runs."""
     return download(controller.best_checkpoint(sweep_id), request.method, request.headers, request.url.path)
+
+
+@trials.get("/trials/{number}/checkpoint", responses={**NO_SUCH, **FILE}, response_class=Response)
+@trials.head("/trials/{number}/checkpoint", include_in_schema=False)
+def get_trial_checkpoint(
+    sweep_id: SweepId, number: TrialNumber, controller: Controller, request: Request
+) -> Response:
+    """A trial's best weights, configuration, vocabulary and metrics as a tar; also while it runs."""
+    checkpoint = controller.trial_checkpoint(sweep_id, number)
+    return download(checkpoint, request.method, request.headers, request.url.path)
 
 
 @health.get("/healthz")
@@ -191,4 +438,4 @@ def home() -> RedirectResponse:
     return RedirectResponse("/dashboard")
 
 
-ROUTERS = (sweeps, health)
+ROUTERS = (sweeps, trials, health)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from service.lifecycle import State
-from trials.spec import FailureClass, SweepSpec
+from trials.spec import MOST_TRIALS, FailureClass, Name, Point, SweepSpec, Text
 
 TrialState = Literal["RUNNING", "COMPLETE", "PRUNED", "FAIL", "WAITING"]
 
@@ -69,6 +69,10 @@ class TrialView(View):
     seed: int
     attempt: int
     state: TrialState
+    stopped: bool
+    """Whether it was ended on request, before its time."""
+    pinned: bool
+    """Whether its best checkpoint stays whatever `retention` says."""
     params: dict[str, Any]
     """Sampled values."""
     epochs_done: int
@@ -116,6 +120,7 @@ class SweepView(View):
     id: str
     name: str
     labels: dict[str, str]
+    priority: int
     state: State
     state_since: datetime
     desired_state: str
@@ -124,6 +129,8 @@ class SweepView(View):
     """Why the state is what it is, where that is not plain."""
     legal: list[str]
     """What may be asked of the sweep now."""
+    revision: int
+    """Grows with all that clients ask of the sweep; also its ETag, for If-Match."""
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
@@ -160,6 +167,49 @@ class Extension(View):
     """In place of the target so far, a validation perplexity."""
 
 
+class BudgetChanges(View):
+    """Limits in place of those so far; null takes one away."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    trials: Annotated[int, Field(ge=1, le=MOST_TRIALS)] = 1
+    wall_s: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    target: Annotated[FiniteFloat, Field(gt=1)] | None = None
+    max_failed: Annotated[int, Field(ge=0)] | None = None
+
+
+class Changes(View):
+    """What of a sweep may be changed: as a JSON merge patch (RFC 7396), what is left out stays as it is."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: Text = ""
+    labels: Annotated[dict[Name, Text | None], Field(max_length=64)] = {}
+    """Merged into those that there are; null removes one."""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    max_concurrent: Annotated[int, Field(ge=1)] | None = None
+    """Trials at once, from now on: more begin at once; what runs beyond it is not ended. Null: as many as
+    there is room for."""
+    budget: BudgetChanges = BudgetChanges()
+    """Not of a sweep that has ended: extend that."""
+
+
+class PointRequest(View):
+    """Values to be tried next, as a draw of their own, in every arm that does not fix them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    params: Point
+    """Of parameters of the sweep's space; what is left out is sampled."""
+
+
+class PointView(PointRequest):
+    id: int
+    draw: int | None
+    """That it is tried as; null: it waits for the next one."""
+    created_at: datetime
+
+
 class RetryRequest(View):
     """Which failed trials are tried again, from where they stood."""
 
@@ -169,12 +219,28 @@ class RetryRequest(View):
     """Of failures; null: all but diverged, which would diverge again."""
 
 
+class Validation(View):
+    """A sweep that was not queued, since only its check was asked for."""
+
+    valid: Literal[True] = True
+    spec: SweepSpec
+    """As it would be written down."""
+
+
 class SweepList(View):
     sweeps: list[SweepView]
+    next_page_token: str | None = None
+    """Of the next page, with the same filters and order; null on the last one."""
 
 
 class TrialList(View):
     trials: list[TrialView]
+    next_page_token: str | None = None
+    """Of the next page, with the same filters and order; null on the last one."""
+
+
+class PointList(View):
+    points: list[PointView]
 
 
 class Health(View):

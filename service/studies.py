@@ -1,18 +1,22 @@
 """Optuna's storage in our database, and what a driver does to a study before and after its trials."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from sqlalchemy.engine import make_url
 
-from service.database import tune_sqlite
+from service.database import POSTGRESQL, tune_sqlite
 from service.lifecycle import Verb
 from service.records import Records, fence_writes
-from trials.ledger import StudyLedger, delete_study, reopen_failed, studies_of
+from trials.ledger import StudyLedger
+from trials.studies import delete_study, reopen_failed, studies_of
 
 
 def open_storage(url: str) -> RDBStorage:
     """Optuna's tables, made where they are missing; SQLite as patient as ours."""
     if make_url(url).get_backend_name() != "sqlite":
-        return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
+        return RDBStorage(url, engine_kwargs={"pool_pre_ping": True, "connect_args": POSTGRESQL})
     storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
     tune_sqlite(storage.engine)
     return storage
@@ -25,13 +29,25 @@ def open_fenced_storage(url: str, sweep_id: str, generation: int) -> BaseStorage
     return get_storage(storage)
 
 
+@contextmanager
+def open_closing_storage(url: str, sweep_id: str, generation: int) -> Iterator[BaseStorage]:
+    """For who closes a sweep from outside: nothing is written once it is of another generation."""
+    storage = open_storage(url)
+    fence_writes(storage.engine, sweep_id, generation, of_driver=False)
+    try:
+        yield storage
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
 def study_to_go_on_with(records: Records, storage: BaseStorage, sweep_id: str, generation: int) -> str:
     """The sweep's study; a copy in which failed trials are open again where a client has asked for that."""
     record = records.get_sweep(sweep_id)
     study = record.study
-    if record.retry_classes is not None:
+    if record.retry_numbers is not None:
         study = f"{sweep_id}~{generation}"
-        reopen_failed(record.study, study, record.spec, storage, record.retry_classes)
+        reopen_failed(record.study, study, record.spec, storage, record.retry_numbers)
         records.switch_study(sweep_id, generation, study)
     for left in set(studies_of(sweep_id, storage)) - {study}:
         delete_study(left, storage)

@@ -7,55 +7,48 @@ import hashlib
 import math
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
 from optuna.storages import BaseStorage, get_storage
-from optuna.trial import FrozenTrial, TrialState
 from pydantic import ValidationError
-from sqlalchemy import RowMapping
+from pydantic_core import PydanticCustomError
+from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from service.database import aware, migrate, open_engine
-from service.errors import (
-    InvalidSpec,
-    NoCheckpointYet,
-    Problem,
-    TrialNotFound,
-    UnreadableSpec,
-    UnreadableStudy,
-)
+from service.changes import changed, extended
+from service.database import migrate, open_engine
+from service.errors import IllegalMove, IllegalTrialMove, InvalidSpec, NoCheckpointYet, Problem
 from service.launcher import Launcher
-from service.lifecycle import TERMINAL_STATES, WISHES, WITH_DRIVER, Verb, legal_requests
+from service.lifecycle import TERMINAL_STATES, Verb, legal_requests, legal_words
+from service.pages import SweepQuery
 from service.problems import problems_in
-from service.records import Records, SweepRecord
+from service.records import Records, SweepRecord, Within
 from service.resources import placed, problems_with
 from service.revisions import check_schema
 from service.schemas import (
-    EpochView,
+    Changes,
     Extension,
-    Failure,
+    PointView,
     RetryRequest,
     SweepDetail,
     SweepView,
-    TrialCounts,
     TrialDetail,
     TrialView,
+    View,
 )
 from service.settings import Settings
 from service.studies import open_storage
+from service.views import NOTHING_YET, SweepViews, best_of, point_view
 from trials.corpora import CorpusError, check_corpus, resolved
-from trials.ledger import find_rows
-from trials.perplexity import finite_perplexity
-from trials.spec import MOST_TRIALS, Budget, FailureClass, SweepRequest, SweepSpec, merged
+from trials.spec import Budget, FailureClass, Point, SweepRequest, SweepSpec, merged
 from trials.store import CheckpointStore
+from trials.studies import rename_study
 
 LITTLE_ROOM = 256 * 2**20
 """Bytes, or a twentieth of a smaller disk."""
-ENDED_FROM_OUTSIDE = {"cancelled", "infrastructure", "timeout"}
-"""Classes of failure that say nothing against what the trial had reached."""
 RETRIED_BY_DEFAULT: frozenset[FailureClass] = frozenset(get_args(FailureClass)) - {"diverged"}
 
 
@@ -67,6 +60,14 @@ class OpenCheckpoint:
     size: int
     sha256: str
     filename: str
+
+
+Write = Callable[[Connection, View], None]
+"""Writes the answer to a request down, in the transaction that carries it out."""
+
+
+def _within(write: Write | None, look: Callable[[SweepRecord], View]) -> Within | None:
+    return None if write is None else lambda connection, record: write(connection, look(record))
 
 
 class SweepController:
@@ -83,21 +84,29 @@ class SweepController:
         self.records = records
         self.storage = storage
         self.store = store
+        self.views = SweepViews(records, storage)
         self._launcher = launcher
         self._data_dir = data_dir
 
-    def create(self, request: SweepSpec) -> SweepDetail:
+    def create(self, request: SweepSpec, write: Write | None = None) -> SweepDetail:
         """Queue a sweep. Raises InvalidSpec where it could not run here; nothing is written then."""
+        spec = self.checked(request)
+        record = self.records.add_sweep(
+            f"s{secrets.token_hex(5)}",
+            spec,
+            _within(write, lambda record: self.views.detail(record, NOTHING_YET)),
+        )
+        return self.views.detail(record, NOTHING_YET)
+
+    def checked(self, request: SweepSpec) -> SweepSpec:
+        """A spec as it would be written down. Raises InvalidSpec where it could not run here."""
         capacity = self._launcher.capacity()
         spec = placed(request, capacity)
         corpus, problems = self._check_corpus(spec)
         problems += problems_with(spec, capacity)
         if problems:
             raise InvalidSpec(problems)
-        record = self.records.add_sweep(
-            f"s{secrets.token_hex(5)}", spec.model_copy(update={"corpus": corpus})
-        )
-        return self._detail(record)
+        return spec.model_copy(update={"corpus": corpus})
 
     def _check_corpus(self, spec: SweepSpec) -> tuple[Any, list[Problem]]:
         try:
@@ -107,83 +116,78 @@ class SweepController:
             return None, [Problem(f"/corpus{error.pointer}", "corpus_unusable", str(error))]
         return corpus, []
 
-    def list_sweeps(self) -> list[SweepView]:
-        """All sweeps, the newest first."""
-        return [self._view(record) for record in reversed(self.records.list_sweeps())]
+    def list_sweeps(self, asked: SweepQuery) -> tuple[list[SweepView], str | None]:
+        """A page of sweeps, and the token of the next one. Raises BadPageToken."""
+        records, token = self.records.page(asked)
+        return [self.views.sweep(record) for record in records], token
 
     def get(self, sweep_id: str) -> SweepDetail:
         """Raises SweepNotFound."""
-        return self._detail(self.records.get_sweep(sweep_id))
+        return self.views.detail(self.records.get_sweep(sweep_id))
 
     def look(self, sweep_id: str) -> SweepView:
         """As `get`, also where the spec makes no sense. Raises SweepNotFound."""
-        return self._view(self.records.get_sweep(sweep_id))
+        return self.views.sweep(self.records.get_sweep(sweep_id))
 
     def trials(self, sweep_id: str) -> list[TrialView]:
         """In the order of their numbers. Raises SweepNotFound."""
-        return self._trials(self.records.get_sweep(sweep_id))
-
-    def _trials(self, record: SweepRecord) -> list[TrialView]:
-        latest = self.records.latest_epochs(record.id)
-        return [TrialView(**_trial_fields(record, row, latest.get(row.number))) for row in self._rows(record)]
+        return self.views.trials(self.records.get_sweep(sweep_id))
 
     def trial(self, sweep_id: str, number: int) -> TrialDetail:
         """One trial with its whole curve. Raises SweepNotFound, TrialNotFound."""
-        record = self.records.get_sweep(sweep_id)
-        rows = self._rows(record)
-        if not 0 <= number < len(rows):
-            raise TrialNotFound(f"sweep {sweep_id} has no trial {number}; it has {len(rows)} so far, from 0")
-        curve = self.records.curve(sweep_id, number)
-        return TrialDetail(
-            **_trial_fields(record, rows[number], curve[-1] if curve else None),
-            config=rows[number].user_attrs.get("config", {}),
-            curve=[_epoch_view(row) for row in curve],
+        return self.views.trial(self.records.get_sweep(sweep_id), number)
+
+    def ask(self, sweep_id: str, verb: Verb, write: Write | None = None) -> SweepView:
+        """Pause, resume, stop, cancel or delete. Raises SweepNotFound, IllegalMove."""
+        look = self._look(sweep_id)
+        return look(self.records.ask(sweep_id, verb, _within(write, look)))
+
+    def _look(self, sweep_id: str) -> Callable[[SweepRecord], SweepView]:
+        """How a sweep will look once a request is carried out, which changes nothing of its trials."""
+        progress = self.views.progress(self.records.get_sweep(sweep_id))
+        return lambda record: self.views.sweep(record, progress)
+
+    def extend(self, sweep_id: str, by: Extension, write: Write | None = None) -> SweepView:
+        """Raise a budget; a sweep that has ended goes on. Raises SweepNotFound, IllegalMove, InvalidSpec."""
+        look = self._look(sweep_id)
+        return look(
+            self.records.extend(sweep_id, lambda record: self._extended(record, by), _within(write, look))
         )
 
-    def ask(self, sweep_id: str, verb: Verb) -> SweepView:
-        """Pause, resume, stop, cancel or delete. Raises SweepNotFound, IllegalMove."""
-        if verb != "delete":
-            self.records.ask(sweep_id, verb)
-            return self._view(self.records.get_sweep(sweep_id))
-        before = self._view(self.records.get_sweep(sweep_id))  # afterwards it may be gone already
-        state = self.records.ask(sweep_id, verb)
-        return before.model_copy(update={"state": state, "desired_state": WISHES[state], "legal": []})
-
-    def extend(self, sweep_id: str, by: Extension) -> SweepView:
-        """Raise a budget; a sweep that has ended goes on. Raises SweepNotFound, IllegalMove, InvalidSpec."""
-        self.records.extend(sweep_id, lambda record: self._extended(record, by))
-        return self._view(self.records.get_sweep(sweep_id))
-
     def _extended(self, record: SweepRecord, by: Extension) -> Budget:
-        budget, trials = record.spec.budget, self._trials(record)
-        problems = [
-            Problem(
-                f"/{name}", "no_such_limit", f"the budget of sweep {record.id} has no {name}: leave it out"
-            )
-            for name in ("wall_s", "max_failed")
-            if getattr(by, name) and getattr(budget, name) is None
-        ]
-        if not by.model_dump(exclude_defaults=True):
-            words = "an extension raises at least one limit: trials, wall_s, max_failed or target"
-            problems.append(Problem("", "nothing_asked", words))
-        if by.trials + budget.trials > MOST_TRIALS:
-            words = f"a sweep has at most {MOST_TRIALS} trials; this one has {budget.trials}"
-            problems.append(Problem("/trials", "too_many_trials", words))
-        if problems:
-            raise InvalidSpec(problems)
-        try:
-            larger = Budget(
-                trials=budget.trials + by.trials,
-                wall_s=None if budget.wall_s is None else budget.wall_s + by.wall_s,
-                max_failed=None if budget.max_failed is None else budget.max_failed + by.max_failed,
-                target=budget.target if by.target is None else by.target,
-            )
-        except ValidationError as error:
-            raise InvalidSpec(problems_in(error.errors(), {}, Budget.model_json_schema())) from error
+        trials = self.views.trials(record)
+        larger = extended(record.spec.budget, by)
         _require_room(larger, record, trials)
         return larger
 
-    def retry_failed(self, sweep_id: str, request: RetryRequest) -> SweepView:
+    def change(self, sweep_id: str, is_wanted: Callable[[int], bool], changes: Changes) -> SweepDetail:
+        """Give a sweep that is still wanted as it is another name, other labels, another place in the queue.
+
+        Raises SweepNotFound, ChangedSince, IllegalMove, InvalidSpec.
+        """
+        progress = self.views.progress(self.records.get_sweep(sweep_id))
+        record = self.records.change(
+            sweep_id, is_wanted, lambda record: self._changed(record, changes), changes.model_fields_set
+        )
+        if "name" in changes.model_fields_set:
+            rename_study(record.study, record.spec.name, self.storage)
+        return self.views.detail(record, progress)
+
+    def _changed(self, record: SweepRecord, changes: Changes) -> SweepSpec:
+        other_budget = "budget" in changes.model_fields_set
+        if other_budget and record.state in {*TERMINAL_STATES, "cancelling", "deleting"}:
+            raise IllegalMove(
+                f"sweep {record.id} is {record.state}: its budget cannot change; {legal_words(record.state)}",
+                legal_requests(record.state),
+            )
+        spec = changed(record.spec, changes)
+        begun = len(self.views.trials(record)) if other_budget else 0
+        if spec.budget.trials < begun:
+            words = f"{begun} trials have begun: a budget has at least as many; to begin no other, stop it"
+            raise InvalidSpec([Problem("/budget/trials", "too_few_trials", words)])
+        return spec
+
+    def retry_failed(self, sweep_id: str, request: RetryRequest, write: Write | None = None) -> SweepView:
         """Have failed trials tried again, under their own numbers.
 
         Raises SweepNotFound, IllegalMove, InvalidSpec.
@@ -191,7 +195,7 @@ class SweepController:
         classes = set(request.classes if request.classes is not None else RETRIED_BY_DEFAULT)
         record = self.records.get_sweep(sweep_id)
         self.records.require_legal(record, "retry_failed")
-        trials = self._trials(record)
+        trials = self.views.trials(record)
         again = [trial for trial in trials if trial.failure and trial.failure.failure_class in classes]
         if not again:
             had = sorted({trial.failure.failure_class for trial in trials if trial.failure})
@@ -199,12 +203,74 @@ class SweepController:
             raise InvalidSpec(
                 [Problem("/classes", "nothing_to_retry", f"{words}; failures: {had or 'none'}")]
             )
-        _require_room(record.spec.budget, record, trials, again)
-        asked_before = set(record.retry_classes or [])
-        self.records.ask(sweep_id, "retry_failed", retry_classes=sorted(classes | asked_before))
-        return self._view(self.records.get_sweep(sweep_id))
+        return self._retry(record, trials, again, write)
 
-    def clone(self, sweep_id: str, changes: dict[str, Any]) -> SweepDetail:
+    def _retry(
+        self, record: SweepRecord, trials: list[TrialView], again: list[TrialView], write: Write | None
+    ) -> SweepView:
+        _require_room(record.spec.budget, record, trials, again)
+        look = self._look(record.id)
+        return look(self.records.retry(record.id, [trial.number for trial in again], _within(write, look)))
+
+    def retry_trial(self, sweep_id: str, number: int, write: Write | None = None) -> SweepView:
+        """Have one failed trial tried again.
+
+        Raises SweepNotFound, TrialNotFound, IllegalMove, IllegalTrialMove, InvalidSpec.
+        """
+        record = self.records.get_sweep(sweep_id)
+        self.records.require_legal(record, "retry_failed")
+        trial = self.views.trial(record, number)
+        if trial.failure is None:
+            raise IllegalTrialMove(f"trial {number} of sweep {sweep_id} is {trial.state}: it has not failed")
+        trials = self.views.trials(record)
+        return self._retry(record, trials, [trials[number]], write)
+
+    def stop_trial(self, sweep_id: str, number: int, write: Write | None = None) -> TrialView:
+        """End one trial where it stands. Raises SweepNotFound, TrialNotFound, IllegalMove."""
+        record = self.records.get_sweep(sweep_id)
+        trial = self.views.trial(record, number)
+        if trial.state not in {"RUNNING", "WAITING"}:
+            raise IllegalTrialMove(
+                f"trial {number} of sweep {sweep_id} is {trial.state}: it has ended already"
+            )
+        return self._wish(record, trial, "trial_stop_requested", write, stopping=True)
+
+    def pin_trial(self, sweep_id: str, number: int, pinned: bool, write: Write | None = None) -> TrialView:
+        """Have a trial's best checkpoint stay, or leave that to `retention` again.
+
+        Raises SweepNotFound, TrialNotFound, IllegalTrialMove.
+        """
+        record = self.records.get_sweep(sweep_id)
+        trial = self.views.trial(record, number)
+        if pinned and trial.best_epoch is not None and not self.store.has_best(sweep_id, number):
+            raise IllegalTrialMove(f"the checkpoint of trial {number} of sweep {sweep_id} is removed already")
+        kind = "trial_pinned" if pinned else "trial_unpinned"
+        return self._wish(record, trial.model_copy(update={"pinned": pinned}), kind, write, pinned=pinned)
+
+    def _wish(
+        self, record: SweepRecord, trial: TrialDetail, kind: str, write: Write | None, **wishes: bool
+    ) -> TrialView:
+        view = TrialView(**{name: getattr(trial, name) for name in TrialView.model_fields})
+        self.records.wish(record.id, trial.number, kind, _within(write, lambda _: view), **wishes)
+        return view
+
+    def add_point(self, sweep_id: str, params: Point, write: Write | None = None) -> PointView:
+        """Have these values tried next. Raises SweepNotFound, InvalidSpec."""
+        spec = self.records.get_sweep(sweep_id).spec
+        try:
+            spec.taken(params, "/params")
+        except PydanticCustomError as error:
+            context = error.context or {}
+            raise InvalidSpec([Problem(context["pointer"], error.type, error.message())]) from error
+        within = None if write is None else lambda c, row: write(c, point_view(row))
+        return point_view(self.records.add_point(sweep_id, params, within))
+
+    def points(self, sweep_id: str) -> list[PointView]:
+        """Those tried already, too, in their order. Raises SweepNotFound."""
+        self.records.get_sweep(sweep_id)
+        return [point_view(row) for row in self.records.list_points(sweep_id)]
+
+    def clone(self, sweep_id: str, changes: dict[str, Any], write: Write | None = None) -> SweepDetail:
         """Queue a new sweep with this one's spec and some changes. Raises SweepNotFound, InvalidSpec."""
         if "preset" in changes:
             words = "a clone has the spec of its origin: change its fields, or submit a sweep with the preset"
@@ -215,11 +281,11 @@ class SweepController:
             request = SweepRequest.model_validate(body)
         except ValidationError as error:
             raise InvalidSpec(problems_in(error.errors(), body, SweepRequest.model_json_schema())) from error
-        return self.create(request)
+        return self.create(request, write)
 
     def best(self, sweep_id: str) -> TrialView:
         """The trial with the lowest validation loss so far, whatever became of it. Raises NoCheckpointYet."""
-        best = _best(self.trials(sweep_id))
+        best = best_of(self.trials(sweep_id))
         if best is None:
             state = self.records.get_sweep(sweep_id).state
             later = "" if state in TERMINAL_STATES else "; ask again later"
@@ -228,7 +294,16 @@ class SweepController:
 
     def best_checkpoint(self, sweep_id: str) -> OpenCheckpoint:
         """The best trial's archive as it is now: a better one, written later, does not disturb its reader."""
-        number = self.best(sweep_id).number
+        return self.open_checkpoint(sweep_id, self.best(sweep_id).number)
+
+    def trial_checkpoint(self, sweep_id: str, number: int) -> OpenCheckpoint:
+        """A trial's best archive as it is now. Raises SweepNotFound, TrialNotFound, NoCheckpointYet."""
+        if self.trial(sweep_id, number).best_epoch is None:
+            raise NoCheckpointYet(f"trial {number} of sweep {sweep_id} has finished no epoch")
+        return self.open_checkpoint(sweep_id, number)
+
+    def open_checkpoint(self, sweep_id: str, number: int) -> OpenCheckpoint:
+        """Raises NoCheckpointYet."""
         try:
             file = self.store.open_best(sweep_id, number)
         except FileNotFoundError as error:
@@ -248,64 +323,6 @@ class SweepController:
         if usage.free < min(LITTLE_ROOM, usage.total / 20):
             return [f"the disk of {self._data_dir} has only {usage.free / 2**20:.0f} MiB left: free some"]
         return []
-
-    def _rows(self, record: SweepRecord) -> list[FrozenTrial]:
-        try:
-            return find_rows(record.study, self.storage)
-        except ValueError as error:  # what is no JSON any more
-            raise UnreadableStudy(
-                f"the trials of sweep {record.id} cannot be read: {error}; it can be cancelled and deleted, "
-                "and its checkpoints are where they were"
-            ) from error
-
-    def _detail(self, record: SweepRecord) -> SweepDetail:
-        return SweepDetail(**dict(self._view(record)), spec=record.spec)
-
-    def _view(self, record: SweepRecord) -> SweepView:
-        reason = record.state_reason
-        try:
-            trials = self._trials(record)
-        except UnreadableStudy as error:
-            trials, reason = [], reason or str(error)
-        spec: SweepSpec | None = None
-        try:
-            spec = record.spec
-        except UnreadableSpec as error:
-            reason = reason or str(error)
-        counts = _count(trials, spec.budget.trials if spec else len(trials))
-        return SweepView(
-            id=record.id,
-            name=spec.name if spec else "",
-            labels=spec.labels if spec else {},
-            state=record.state,
-            state_since=record.state_since,
-            desired_state=WISHES[record.state],
-            state_reason=reason,
-            legal=legal_requests(record.state),
-            created_at=record.created_at,
-            started_at=record.started_at,
-            finished_at=record.finished_at,
-            trials=counts,
-            epochs_done=sum(trial.epochs_done for trial in trials),
-            best=_best(trials),
-            ran_s=record.running_s(),
-            time_left_s=_time_left_s(record, counts),
-            driver_generation=record.generation,
-            dashboard_url=self._dashboard_url(record),
-        )
-
-    def _dashboard_url(self, record: SweepRecord) -> str | None:
-        try:
-            return f"/dashboard/studies/{self.storage.get_study_id_from_name(record.study)}"
-        except KeyError:
-            return None
-
-
-def _find_spec(record: SweepRecord) -> SweepSpec | None:
-    try:
-        return record.spec
-    except UnreadableSpec:
-        return None
 
 
 def build_controller(settings: Settings, launcher: Launcher) -> SweepController:
@@ -332,7 +349,7 @@ def _used_up(
     budget: Budget, record: SweepRecord, trials: list[TrialView], again: Sequence[TrialView]
 ) -> str | None:
     """Which limit it would end at, in words."""
-    best = _best(trials)
+    best = best_of(trials)
     failed = [trial for trial in trials if _has_failed(trial) and trial not in again]
     if len(trials) >= budget.trials and not again and all(trial.state != "WAITING" for trial in trials):
         return f"all {budget.trials} trials of the budget have ended: extend trials"
@@ -351,71 +368,3 @@ def _used_up(
 
 def _has_failed(trial: TrialView) -> bool:
     return trial.failure is not None and trial.failure.failure_class != "cancelled"
-
-
-def _count(trials: list[TrialView], budget: int) -> TrialCounts:
-    states = [trial.state for trial in trials]
-    return TrialCounts(
-        budget=budget,
-        running=states.count("RUNNING"),
-        waiting=states.count("WAITING"),
-        complete=states.count("COMPLETE"),
-        pruned=states.count("PRUNED"),
-        failed=states.count("FAIL"),
-    )
-
-
-def _best(trials: list[TrialView]) -> TrialView | None:
-    usable = [
-        (trial.best_valid_loss, trial.number)
-        for trial in trials
-        if trial.best_valid_loss is not None
-        and (trial.failure is None or trial.failure.failure_class in ENDED_FROM_OUTSIDE)
-    ]
-    return trials[min(usable)[1]] if usable else None
-
-
-def _time_left_s(record: SweepRecord, counts: TrialCounts) -> float | None:
-    """What is left of the budget's trials at the pace so far."""
-    if record.state in TERMINAL_STATES or counts.done == 0:
-        return None
-    return record.running_s() / counts.done * (counts.budget - counts.done)
-
-
-def _trial_fields(record: SweepRecord, row: FrozenTrial, latest: RowMapping | None) -> dict[str, Any]:
-    spec, attributes = _find_spec(record), row.user_attrs
-    at_rest = row.state == TrialState.RUNNING and record.state not in WITH_DRIVER
-    return {
-        "number": row.number,
-        "arm": spec.arm_of(row.number) if spec else attributes.get("arm", ""),
-        "draw": spec.draw_of(row.number) if spec else attributes.get("draw", 0),
-        "seed": spec.seed_of(row.number) if spec else attributes.get("seed", 0),
-        "attempt": attributes.get("attempt", 0),
-        "state": "WAITING" if at_rest else row.state.name,
-        "params": row.params,
-        "epochs_done": latest["epoch"] if latest else 0,
-        "best_epoch": attributes.get("best_epoch"),
-        "best_valid_loss": attributes.get("best_valid_loss"),
-        "best_valid_perplexity": finite_perplexity(attributes.get("best_valid_loss")),
-        "valid_perplexity": finite_perplexity(latest["valid_loss"] if latest else None),
-        "failure": _failure(row),
-        "checkpoint_sha256": attributes.get("checkpoint_sha256"),
-        "device": attributes.get("device"),
-        "runtime": attributes.get("runtime"),
-        "started_at": aware(row.datetime_start),
-        "finished_at": aware(row.datetime_complete),
-    }
-
-
-def _failure(row: FrozenTrial) -> Failure | None:
-    if row.state != TrialState.FAIL:
-        return None
-    return Failure(
-        failure_class=row.user_attrs.get("failure_class", "infrastructure"),
-        message=row.user_attrs.get("failure_message", "the trial ended without a word"),
-    )
-
-
-def _epoch_view(row: RowMapping) -> EpochView:
-    fields = {name: row[name] for name in EpochView.model_fields if name in row}
-    return EpochView(**fields, valid_perplexity=finite_perplexity(row["valid_loss"]))

@@ -37,8 +37,7 @@ sweeps = Table(
     Column("ran_s", Float, nullable=False, server_default="0"),  # before it came to run as it runs now
     Column("running_since", DateTime),
     Column("study", String(64)),
-    Column("retry_classes", JSON(none_as_null=True)),  # of failures that the next driver tries again
-    Column("retry_numbers", JSON(none_as_null=True)),  # of failed trials, likewise
+    Column("retry_numbers", JSON(none_as_null=True)),  # of failed trials that the next driver tries again
     Column("revision", Integer, nullable=False, server_default="1"),  # of what clients have asked for
 )
 

@@ -65,6 +65,15 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return server.create_database()
 
 
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def database_url(request: pytest.FixtureRequest) -> str | None:
+    """Of an empty database for all tests of a file; None: SQLite's, in the data directory."""
+    if request.param == "sqlite":
+        return None
+    server: PostgreSQL = request.getfixturevalue("server")
+    return server.create_database()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with room for little."""

@@ -9,9 +9,10 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from service.launcher import Capacity
-from trials.ledger import Failure, Fenced, Orders, Report, StudyLedger, Task
+from trials.ledger import Fenced, Orders, Report, StudyLedger, Task
 from trials.spec import Budget, SweepSpec
 from trials.store import CheckpointStore
+from trials.studies import Failure
 
 SWEEP = "s0123456789"
 
@@ -101,6 +102,9 @@ class MemoryJournal:
         self.epochs: dict[tuple[int, int], dict[str, Any]] = {}
         """Records by trial number and epoch."""
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.points: list[dict[str, Any]] = []
+        """That no draw has yet."""
+        self.points_of_draws: dict[int, dict[str, Any]] = {}
 
     def beat(self) -> Orders:
         if self.fenced:
@@ -117,6 +121,12 @@ class MemoryJournal:
         self.beat()
         self.before_write()
         self.epochs[number, epoch["epoch"]] = {**epoch, "attempt": attempt}
+
+    def point_of(self, draw: int, *, take: bool) -> Mapping[str, Any] | None:
+        if draw not in self.points_of_draws and take and self.points:
+            self.before_write()
+            self.points_of_draws[draw] = self.points.pop(0)
+        return self.points_of_draws.get(draw)
 
     def recorded_epochs(self, number: int) -> int:
         return max((epoch for of, epoch in self.epochs if of == number), default=0)
@@ -220,6 +230,8 @@ class MemoryLauncher:
         self.calls: list[str] = []
         self.alive: dict[str, int] = {}
         """Generation of each sweep's living driver."""
+        self.frozen: set[str] = set()
+        """Sweeps whose drivers do not run."""
         self.broken: set[str] = set()
         """Sweeps whose drivers cannot be started."""
         self.log = ""
@@ -242,6 +254,9 @@ class MemoryLauncher:
         if "controller" in driver:
             return driver["controller"] not in self.dead_controllers
         return bool(self.alive.get(driver["sweep"]) == driver["generation"])
+
+    def is_stopped(self, driver: dict[str, Any]) -> bool:
+        return driver.get("sweep") in self.frozen
 
     def identity(self) -> dict[str, Any]:
         return self.me

@@ -18,9 +18,10 @@ from service.serve import _PatientServer
 from service.settings import Settings
 from service.streams import Abortable
 from service.studies import open_storage, study_to_go_on_with, write_down
-from trials.ledger import Failure, Report, StudyLedger, Task
+from trials.ledger import Report, StudyLedger, Task
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore
+from trials.studies import Failure
 
 HELD = "held"
 """A sweep of this name stays after the first epoch of its first trial until it is cancelled."""
@@ -36,8 +37,8 @@ class PlayingLauncher:
     """A Launcher whose driver is a function: it writes down what a driver would, and is done at once."""
 
     def __init__(self, settings: Settings) -> None:
-        self._records = Records(open_engine(settings.resolved_database_url))
-        self._storage = open_storage(settings.resolved_database_url)
+        self.records = Records(open_engine(settings.resolved_database_url))
+        self.storage = open_storage(settings.resolved_database_url)
         self._store = CheckpointStore(settings.resolved_store_url)
         self.ended: list[str] = []
         self.forgotten: list[str] = []
@@ -46,20 +47,23 @@ class PlayingLauncher:
         return Capacity(cpus=2, gpus=0)
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
-        spec = self._records.get_sweep(sweep_id).spec
-        journal = SweepJournal(self._records, sweep_id, generation)
-        study = study_to_go_on_with(self._records, self._storage, sweep_id, generation)
-        ledger = StudyLedger(spec, sweep_id, self._storage, journal, self._store, study)
+        spec = self.records.get_sweep(sweep_id).spec
+        journal = SweepJournal(self.records, sweep_id, generation)
+        study = study_to_go_on_with(self.records, self.storage, sweep_id, generation)
+        ledger = StudyLedger(spec, sweep_id, self.storage, journal, self._store, study)
         if spec.name == HELD:
             self._play(ledger, spec, epochs=1)
         else:
             while self._play(ledger, spec, epochs=spec.training.epochs):
                 pass
-            write_down(self._records, sweep_id, generation, ledger)
+            write_down(self.records, sweep_id, generation, ledger)
         return {"sweep": sweep_id}
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
         return driver["sweep"] not in self.ended
+
+    def is_stopped(self, driver: dict[str, Any]) -> bool:
+        return False
 
     def end(self, sweep_id: str) -> None:
         self.ended.append(sweep_id)
@@ -117,7 +121,8 @@ def played_service(data_dir: Path, *, plays: bool = True, **given: Any) -> Itera
     """
     data_dir.mkdir(parents=True, exist_ok=True)
     settings = Settings(data_dir=data_dir, **{"port": 0, **given})
-    app = create_app(settings, PlayingLauncher(settings))
+    launcher = PlayingLauncher(settings)
+    app = create_app(settings, launcher)
     server = _Server(
         uvicorn.Config(
             Abortable(app),
@@ -140,6 +145,11 @@ def played_service(data_dir: Path, *, plays: bool = True, **given: Any) -> Itera
     finally:
         server.should_exit = True
         thread.join()
+        for storage in (app.state.controller.storage._backend, launcher.storage):
+            storage.remove_session()
+            storage.engine.dispose()
+        for records in (app.state.controller.records, launcher.records):
+            records.engine.dispose()
 
 
 def submit(client: httpx.Client, **changes: Any) -> str:

@@ -145,6 +145,14 @@ class ServiceProcess:
         response = self._http.post(f"/v1/sweeps/{sweep_id}:{verb}", json=body)
         assert response.status_code == 202, response.text
 
+    def ask_of_trial(self, sweep_id: str, number: int, verb: str) -> None:
+        response = self._http.post(f"/v1/sweeps/{sweep_id}/trials/{number}:{verb}")
+        assert response.status_code == 202, response.text
+
+    def change(self, sweep_id: str, changes: dict[str, Any]) -> None:
+        response = self._http.patch(f"/v1/sweeps/{sweep_id}", json=changes, headers={"if-match": "*"})
+        assert response.status_code == 200, response.text
+
     def cancel(self, sweep_id: str) -> None:
         self.ask(sweep_id, "cancel")
 
@@ -154,7 +162,7 @@ class ServiceProcess:
 
     def sweeps(self) -> dict[str, Any]:
         """By id."""
-        return {sweep["id"]: sweep for sweep in self.get("/v1/sweeps")["sweeps"]}
+        return {sweep["id"]: sweep for sweep in self.get("/v1/sweeps?page_size=500")["sweeps"]}
 
     def events(self, sweep_id: str) -> list[dict[str, Any]]:
         """The sweep's story, read from the database."""
@@ -182,7 +190,7 @@ class ServiceProcess:
         return response.json() if response.status_code == 200 else None
 
     def trials(self, sweep_id: str) -> list[Any]:
-        return list(self.get(f"/v1/sweeps/{sweep_id}/trials")["trials"])
+        return list(self.get(f"/v1/sweeps/{sweep_id}/trials?page_size=500")["trials"])
 
     def curve(self, sweep_id: str, number: int) -> list[Any]:
         return list(self.get(f"/v1/sweeps/{sweep_id}/trials/{number}")["curve"])

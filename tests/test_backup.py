@@ -28,8 +28,8 @@ from service.studies import open_storage
 from service.tables import leases, sweeps
 from tests.databases import PostgreSQL
 from tests.fakes import epoch_fields, spec
-from trials.ledger import open_study
 from trials.store import SUMS, CheckpointStore, unpack
+from trials.studies import open_study
 
 OPEN, DONE, FAILED = 0, 1, 2
 """Trials of the sweep s1."""

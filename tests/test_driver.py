@@ -23,8 +23,9 @@ from service.settings import Settings
 from service.studies import open_storage
 from tests.fakes import MemoryJournal, open_ledger, spec
 from trials.driver import _ray_has_died, drive, require_gpu, room_for
-from trials.ledger import Orders, open_study
+from trials.ledger import Orders
 from trials.spec import Resources, SweepSpec
+from trials.studies import open_study
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -353,3 +354,21 @@ def test_whether_cpus_compute_in_bfloat16_is_read_from_the_kernels_list(
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
     assert _cpus_have_bf16(tmp_path / "cpuinfo") == has
+
+
+def test_process_that_does_not_run_is_told_from_one_that_does(tmp_path: Path) -> None:
+    launcher = LocalLauncher(Settings(data_dir=tmp_path))
+    process = subprocess.Popen(["sleep", "60"])
+    driver = findable(process.pid)
+    try:
+        assert not launcher.is_stopped(driver)
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not launcher.is_stopped(driver):
+            assert time.monotonic() < deadline
+        assert not launcher.is_stopped({**driver, "host": "elsewhere"})
+        assert not launcher.is_stopped({**driver, "started": driver["started"] - 60})
+    finally:
+        process.kill()
+        process.wait()
+    assert not launcher.is_stopped(driver)

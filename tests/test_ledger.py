@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy import text
 
 import trials.ledger
 from service.studies import open_storage
@@ -36,27 +37,20 @@ from tests.fakes import (
     valid_loss,
     with_loss,
 )
-from trials.ledger import (
-    DATABASE_PATIENCE_S,
-    MOST_INTERMEDIATE_VALUES,
+from trials.ledger import DATABASE_PATIENCE_S, Fenced, JournalAway, Report, StudyLedger, Task, perplexity
+from trials.pruners import MOST_INTERMEDIATE_VALUES, intermediate_epochs, rung_epochs
+from trials.spec import Budget, SuccessiveHalving, SweepSpec
+from trials.store import CheckpointStore
+from trials.studies import (
+    DamagedRows,
     Failure,
-    Fenced,
-    JournalAway,
-    Report,
-    StudyLedger,
-    Task,
     close_open_trials,
     delete_study,
     find_rows,
-    intermediate_epochs,
     open_study,
-    perplexity,
     reopen_failed,
-    rung_epochs,
     studies_of,
 )
-from trials.spec import Budget, SuccessiveHalving, SweepSpec
-from trials.store import CheckpointStore
 
 Work = Callable[[Task], Iterator[Report]]
 HALVING = {"name": "successive_halving", "min_epochs": 1, "reduction_factor": 2}
@@ -762,7 +756,7 @@ def test_failed_trials_are_open_again_under_their_numbers_and_the_others_as_they
     drive(open_ledger(spec(), any_storage, journal), work)
     before = rows(any_storage)
     for _ in range(2):  # a driver may have died in the middle of it
-        reopen_failed(SWEEP, f"{SWEEP}~2", spec(), any_storage, ["out_of_memory"])
+        reopen_failed(SWEEP, f"{SWEEP}~2", spec(), any_storage, [1, 3])
     delete_study(SWEEP, any_storage)
     assert studies_of(SWEEP, any_storage) == [f"{SWEEP}~2"]
     ledger = StudyLedger(
@@ -924,3 +918,132 @@ def test_store_that_is_away_keeps_no_trial_from_its_end(storage: BaseStorage) ->
     for _ in range(2):
         drive(StudyLedger(spec(), SWEEP, storage, journal, store))
     assert states(storage) == [TrialState.COMPLETE] * 6
+
+
+class TellingJournal(MemoryJournal):
+    """Does not answer when it is first told that a trial has finished."""
+
+    away = 1
+
+    def record_event(self, kind: str, **detail: Any) -> None:
+        if kind == "trial_finished" and self.away:
+            self.away -= 1
+            raise JournalAway("it restarts")
+        super().record_event(kind, **detail)
+
+
+class UnansweringStorage(InMemoryStorage):
+    """Ends a trial, and does not say so."""
+
+    away = 1
+
+    def set_trial_state_values(self, trial_id: int, state: Any, values: Any = None) -> bool:
+        done = super().set_trial_state_values(trial_id, state, values)
+        if state.is_finished() and self.away:
+            self.away -= 1
+            raise StorageInternalError("the connection was lost")
+        return done
+
+
+@pytest.mark.parametrize("what", ["finished", "failed", "limit", "sampler"])
+@pytest.mark.parametrize("unanswered", ["event", "end"])
+def test_end_that_was_written_and_not_answered_is_taken_note_of(
+    what: str, unanswered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials.ledger, "_pauses", lambda total: iter([0.0] * 3))
+    storage = UnansweringStorage() if unanswered == "end" else InMemoryStorage()
+    journal = MemoryJournal() if unanswered == "end" else TellingJournal()
+    never = {"identical_failures": None}
+    asked = spec(budget={"trials": 4, "wall_s": 100}, training={"epochs": 1}, retry=never)
+    ledger = open_ledger(asked, storage, journal)
+    if what == "sampler":
+        monkeypatch.setattr(trials.ledger, "suggest", refuse)
+        assert ledger.next_task() is None
+        assert states(storage) == [TrialState.FAIL] * 4
+        return
+    tasks = [ledger.next_task() for _ in range(3)]
+    first = tasks[0]
+    assert first is not None
+    if what == "limit":
+        wish(journal, running_s=101.0)
+        ledger.heed(journal.beat())
+        assert ledger.end_open_trials()
+        assert states(storage) == [TrialState.FAIL] * 3
+        return
+    ledger.record(first, report(first, 1) if what == "finished" else failed("user_error"))
+    assert states(storage)[0] == (TrialState.COMPLETE if what == "finished" else TrialState.FAIL)
+    drive(ledger)
+    assert journal.events.count(("trial_finished", {"number": 0, "state": states(storage)[0].name})) == 1
+
+
+def refuse(*arguments: Any) -> Any:
+    raise ValueError("there is no value")
+
+
+def test_rung_that_a_trial_has_passed_is_not_decided_again_where_optuna_hears_nothing() -> None:
+    halving = {"name": "successive_halving", "min_epochs": 20, "reduction_factor": 2}
+    asked = spec(
+        training={"epochs": 100},
+        arms={"fd": {"regularizer": "fraternal"}},
+        budget={"trials": 2},
+        pruner=halving,
+    )
+    storage = InMemoryStorage()
+    ledger = open_ledger(asked, storage, MemoryJournal())
+    first, second = ledger.next_task(), ledger.next_task()
+    assert first is not None
+    assert second is not None
+    rung = min(rung_epochs(SuccessiveHalving(**halving), 100))
+    unheard = next(epoch for epoch in range(rung + 1, 100) if epoch not in intermediate_epochs(100))
+    for epoch in range(1, rung + 1):
+        assert ledger.record(first, with_loss(report_of(first, epoch), 5.0))
+    for epoch in range(1, rung + 1):
+        assert ledger.record(second, with_loss(report_of(second, epoch), 4.0))
+    for epoch in range(rung + 1, unheard + 1):
+        assert ledger.record(first, with_loss(report_of(first, epoch), 4.9)), epoch
+
+
+def report_of(task: Task, epoch: int) -> Report:
+    said = report(task, 1)
+    assert said.epoch is not None
+    return replace(said, epoch={**said.epoch, "epoch": epoch}, finished=False)
+
+
+def test_limit_that_was_raised_at_the_last_moment_is_none(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(budget={"trials": 6, "wall_s": 3600}), storage, journal)
+    ledger.next_task()
+    wish(journal, running_s=3601.0)
+    ledger.heed(journal.beat())
+    assert ledger.end_open_trials()
+    assert ledger.done
+    wish(journal, budget=Budget(trials=6, wall_s=7200))
+    ledger.refreshed_orders()
+    assert not ledger.done, "five trials are to come"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE trials SET state = 'ODD'",
+        "UPDATE trial_user_attributes SET value_json = '{dam'",
+        "UPDATE trial_params SET distribution_json = '{dam'",
+        "UPDATE trial_params SET distribution_json = '{}'",
+        "UPDATE trials SET datetime_start = 'yesterday'",
+    ],
+)
+def test_damaged_rows_are_told_of_as_such_and_hide_no_other_study(tmp_path: Path, damage: str) -> None:
+    written = open_storage(f"sqlite:///{tmp_path / 'studies.db'}")
+    drive(open_ledger(spec(), written, MemoryJournal()))
+    open_study(spec(), "s2", written)
+    with written.engine.begin() as connection:
+        connection.execute(text(damage))
+        connection.execute(text("UPDATE study_user_attributes SET value_json = '{dam' WHERE study_id = 1"))
+    storage = get_storage(open_storage(f"sqlite:///{tmp_path / 'studies.db'}"))
+    with pytest.raises(DamagedRows):
+        find_rows(SWEEP, storage)
+    assert find_rows("s2", storage) == []
+    assert studies_of("s2", storage) == ["s2"]
+    delete_study("s2", storage)
+    assert studies_of("s2", storage) == []
+    assert studies_of(SWEEP, storage) == [SWEEP]

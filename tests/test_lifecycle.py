@@ -245,7 +245,7 @@ class SweepsThatLive(RuleBasedStateMachine):
             if record.state in {"succeeded", "failed"} and record.id not in self.stopped:
                 given_up = "drivers in a row" in (record.state_reason or "")
                 assert given_up or len(rows) == self.trials[record.id], record.state_reason
-            if record.state in TERMINAL_STATES and record.retry_classes is None:
+            if record.state in TERMINAL_STATES and record.retry_numbers is None:
                 assert not [row for row in rows if row.state == TrialState.RUNNING]
             counts = Counter(
                 (row["number"], row["epoch"]) for n in range(9) for row in self.records.curve(record.id, n)

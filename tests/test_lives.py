@@ -310,3 +310,49 @@ def test_full_disk_pauses_the_sweep_and_when_there_is_room_again_it_goes_on_to_t
         assert service.wait_for_end(sweep_id)["state"] == "succeeded"
         assert_exactly_the_budget(service, sweep_id)
         assert service.checkpoints(sweep_id) == undisturbed
+
+
+def test_number_of_trials_at_once_follows_what_is_wished_for_while_the_sweep_runs(
+    service: ServiceProcess, corpus: Path
+) -> None:
+    long = {"epochs": 400, "batch_size": 4, "bptt": 15}
+    spec = small_spec(corpus, training=long, resources={"max_concurrent": 1}, budget={"trials": 4})
+    sweep_id = service.submit(spec)
+    service.wait_for_epochs(sweep_id, 3)
+    assert [trial["state"] for trial in service.trials(sweep_id)] == ["RUNNING"]
+    service.change(sweep_id, {"max_concurrent": 2})
+    wait_until(lambda: running(service, sweep_id) == [0, 1], "two trials have begun to run")
+    service.change(sweep_id, {"max_concurrent": 1})
+    service.ask_of_trial(sweep_id, 0, "stop")
+    wait_until(lambda: running(service, sweep_id) == [1], "one trial runs")
+    time.sleep(6)
+    assert [trial["number"] for trial in service.trials(sweep_id)] == [0, 1], "none has taken its place"
+    service.cancel(sweep_id)
+    service.wait_for_state(sweep_id, "cancelled")
+
+
+def test_trial_that_is_stopped_ends_in_seconds_and_counts_as_it_stands(
+    service: ServiceProcess, corpus: Path
+) -> None:
+    slow = small_spec(corpus, training={"epochs": 4000, "batch_size": 4, "bptt": 15}, budget={"trials": 2})
+    sweep_id = service.submit(slow)
+    wait_until(lambda: len(with_epochs(service, sweep_id)) == 2, "both trials have finished an epoch")
+    service.ask_of_trial(sweep_id, 1, "stop")
+    at = time.monotonic()
+    wait_until(lambda: running(service, sweep_id) == [0], "trial 1 has ended")
+    assert time.monotonic() - at < 15
+    stopped = service.trials(sweep_id)[1]
+    assert (stopped["state"], stopped["stopped"], stopped["failure"]) == ("PRUNED", True, None)
+    assert stopped["best_valid_loss"] is not None
+    service.ask_of_trial(sweep_id, 0, "stop")
+    assert service.wait_for_end(sweep_id)["trials"]["pruned"] == 2
+    assert lasts(service, sweep_id) == {}
+    assert_nothing_left(service, sweep_id)
+
+
+def running(service: ServiceProcess, sweep_id: str) -> list[int]:
+    return [trial["number"] for trial in service.trials(sweep_id) if trial["state"] == "RUNNING"]
+
+
+def with_epochs(service: ServiceProcess, sweep_id: str) -> list[int]:
+    return [trial["number"] for trial in service.trials(sweep_id) if trial["epochs_done"]]

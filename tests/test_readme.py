@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.played_service import played_service
 from tests.service_process import running_service, wait_until, write_corpus
 
 README = Path(__file__).parent.parent / "README.md"
@@ -49,3 +50,20 @@ def test_the_walk_through_with_curl_works_as_printed(tmp_path: Path) -> None:
         assert [event["kind"] for event in service.events(sweep_id)].count("resume_requested") == 1
         run(addresses, cancel)
         assert service.wait_for_end(sweep_id)["state"] == "cancelled"
+
+
+API = README.parent / "docs" / "api.md"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the walk-through needs curl: install it")
+def test_lines_that_tell_of_the_api_work_as_printed(tmp_path: Path) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", API.read_text(), flags=re.DOTALL)
+    assert len(blocks) > 5
+    with played_service(tmp_path, plays=False) as client:
+        script = "\n".join(("set -euo pipefail", *blocks)).replace(
+            USUAL_URL, str(client.base_url).rstrip("/")
+        )
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (sweep,) = client.get("/v1/sweeps").json()["sweeps"]
+    assert (sweep["name"], sweep["labels"], sweep["priority"]) == ("tuesday", {"who": "me"}, 5)

@@ -2,15 +2,24 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
-from sqlalchemy import update
+from sqlalchemy import event, update
+from sqlalchemy.exc import OperationalError
 
-from service.database import naive, now
+from service.database import migrate, naive, now, open_engine
+from service.launcher import MARK, OWNER, LocalLauncher, findable, owner_of
 from service.reconciler import (
     LONG_BETWEEN_LOOKS,
     LONG_LIFE_S,
@@ -19,11 +28,14 @@ from service.reconciler import (
     TIME_TO_PAUSE,
     Reconciler,
 )
-from service.records import Records, SweepJournal
+from service.records import LEASE, Records, SweepJournal
+from service.settings import Settings
+from service.studies import open_closing_storage, open_fenced_storage, open_storage, study_to_go_on_with
 from service.tables import leases, sweeps
-from tests.fakes import MemoryLauncher, epoch_fields, spec
-from trials.ledger import StudyLedger, reopen_failed, studies_of
+from tests.fakes import MemoryLauncher, epoch_fields, report, spec
+from trials.ledger import StudyLedger, Task
 from trials.store import CheckpointStore
+from trials.studies import reopen_failed, studies_of
 
 
 class World:
@@ -490,3 +502,179 @@ def test_sweep_whose_trials_are_damaged_can_be_cancelled_and_deleted(
         world.records.ask("s1", "delete")
         world.look()
     assert world.states() == {"s2": "running"}
+
+
+def test_time_in_which_nothing_ran_is_none_that_the_sweep_has_had(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    world.journal("s1").beat()
+    hours = timedelta(hours=8)
+    with world.records.engine.begin() as connection:
+        connection.execute(
+            update(sweeps).values(
+                running_since=naive(now() - hours - timedelta(minutes=1)),
+                lease_until=naive(now() - hours + LEASE),
+            )
+        )
+    world.launcher.alive.clear()
+    world.look()
+    assert world.generation("s1") == 2
+    assert 59 < world.journal("s1").beat().running_s < 65
+
+
+def test_clock_stands_while_the_service_has_stopped_its_drivers(world: World) -> None:
+    world.submit("s1")
+    world.look()
+    with world.records.engine.begin() as connection:
+        connection.execute(update(sweeps).values(running_since=naive(now() - timedelta(minutes=1))))
+    world.reconciler._threads = []
+    world.reconciler.stop(stop_drivers=True)
+    record = world.records.get_sweep("s1")
+    assert record.running_since is None
+    assert 59 < record.running_s() < 65
+
+
+def test_driver_that_is_frozen_in_the_middle_of_a_write_is_killed_and_another_begins(world: World) -> None:
+    """It keeps SQLite's write lock: no lease can be taken before it is dead."""
+    for name in ("s1", "s2"):
+        world.submit(name)
+    world.reconciler._running_sweeps = 2
+    world.look()
+    world.look()
+    world.expire("s1")
+    world.expire("s2")
+    refused = OperationalError("UPDATE", {}, Exception("database is locked"))
+    world.launcher.frozen = {"s1"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.records, "hold_lease", raiser(refused))
+        rounds = [True, False]
+        patch.setattr(world.reconciler._stopped, "wait", lambda seconds: rounds.pop())
+        world.reconciler._run()
+    assert world.launcher.calls[-1] == "end s1", "only the frozen one: the others wait for the database"
+    world.look()
+    assert world.generation("s1") == 2
+
+
+def test_controller_that_has_lost_its_lease_in_the_middle_of_a_round_does_nothing_more(world: World) -> None:
+    world.submit("s1", "s2")
+    world.reconciler._running_sweeps = 2
+    launch = world.launcher.launch
+
+    def slowly(sweep_id: str, generation: int) -> dict[str, Any]:
+        past = {"until": naive(now() - timedelta(seconds=1)), "holder": {"controller": 2}}
+        with world.records.engine.begin() as connection:
+            connection.execute(update(leases).values(past))
+        world.records.hold_lease("controller", {"controller": 2}, timedelta(minutes=1), lambda holder: False)
+        return launch(sweep_id, generation)
+
+    world.launcher.launch = slowly  # type: ignore[method-assign]
+    world.look()
+    assert world.states() == {"s1": "running", "s2": "queued"}
+
+
+def test_controller_that_wakes_after_another_one_has_acted_ends_no_trial(url: str) -> None:
+    """It slept between taking a cancelled sweep's generation and writing its trials' ends."""
+    engine = open_engine(url)
+    migrate(engine)
+    records, store = Records(engine), CheckpointStore("memory://two")
+    launchers = [MemoryLauncher(), MemoryLauncher()]
+    launchers[1].me = {"controller": 2}
+    launchers[1].alive = launchers[0].alive
+    closing = partial(open_closing_storage, url)
+    first, second = (
+        Reconciler(records, open_storage(url), store, launcher, 1, closing=closing) for launcher in launchers
+    )
+    records.add_sweep("s1", spec())
+    first.reconcile()
+    begin_trial(records, url, store)
+    records.ask("s1", "cancel")
+    end, tasks = launchers[0].end, []
+
+    def sleep_and_end(sweep_id: str) -> None:
+        launchers[0].end = end  # type: ignore[method-assign]
+        end(sweep_id)
+        with engine.begin() as connection:
+            connection.execute(update(leases).values(until=naive(now() - timedelta(seconds=1))))
+        second.reconcile()
+        assert records.get_sweep("s1").state == "cancelled"
+        records.retry("s1", [0])
+        second.reconcile()
+        tasks.append(begin_trial(records, url, store))
+
+    launchers[0].end = sleep_and_end  # type: ignore[method-assign]
+    first.reconcile()
+    assert records.get_sweep("s1").state == "running"
+    ((ledger, task),) = tasks
+    assert ledger.record(task, report(task, 1)), "the trial runs on"
+    engine.dispose()
+
+
+def begin_trial(records: Records, url: str, store: CheckpointStore) -> tuple[StudyLedger, Task]:
+    """As a driver of the present generation."""
+    record = records.get_sweep("s1")
+    storage = open_fenced_storage(url, "s1", record.generation)
+    study = study_to_go_on_with(records, storage, "s1", record.generation)
+    journal = SweepJournal(records, "s1", record.generation)
+    ledger = StudyLedger(record.spec, "s1", storage, journal, store, study)
+    task = ledger.next_task()
+    assert task is not None
+    return ledger, task
+
+
+def raiser(error: Exception) -> Callable[..., Any]:
+    def fail(*arguments: Any, **named: Any) -> Any:
+        raise error
+
+    return fail
+
+
+FROZEN_WRITER = """
+import os, signal, sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("BEGIN IMMEDIATE")
+connection.execute("UPDATE fraternal_sweeps SET position = position")
+print("frozen", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+class OneDriver(LocalLauncher):
+    """Whose drivers are never started, and ended for real."""
+
+    def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
+        return self.identity()
+
+
+def test_real_process_that_is_frozen_with_the_write_lock_is_killed_for_it(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    engine = open_engine(settings.resolved_database_url)
+    event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA busy_timeout=300"))
+    migrate(engine)
+    records = Records(engine)
+    records.add_sweep("s1", spec())
+    launcher = OneDriver(settings)
+    reconciler = Reconciler(records, InMemoryStorage(), CheckpointStore(tmp_path.as_uri()), launcher, 1)
+    reconciler.reconcile()
+    writer = subprocess.Popen(
+        [sys.executable, "-c", FROZEN_WRITER, str(tmp_path / "fraternal.db")],
+        env={**os.environ, MARK: "s1", OWNER: owner_of(settings)},
+        stdout=subprocess.PIPE,
+    )
+    try:
+        past = {"driver": findable(writer.pid), "lease_until": naive(now() - timedelta(seconds=60))}
+        with engine.begin() as connection:
+            connection.execute(update(sweeps).values(past))
+            connection.execute(update(leases).values(until=naive(now() + timedelta(seconds=1))))
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"frozen\n"
+        reconciler.start()
+        writer.wait(20)  # for ever, if it is not killed; its status went to who killed it
+        deadline = time.monotonic() + 20
+        while records.get_sweep("s1").generation == 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        reconciler.stop(stop_drivers=False)
+        writer.kill()
+        writer.communicate()
+        engine.dispose()

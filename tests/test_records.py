@@ -367,9 +367,9 @@ def test_stop_that_comes_when_a_driver_ends_is_not_forgotten(claimed: SweepRecor
 def test_retry_that_was_asked_for_is_off_when_the_sweep_is_cancelled(records: Records) -> None:
     records.add_sweep("s1", spec())
     records.ask("s1", "pause")
-    records.ask("s1", "retry_failed", retry_classes=["timeout"])
+    records.retry("s1", [0])
     records.ask("s1", "cancel")
-    assert records.get_sweep("s1").retry_classes is None
+    assert records.get_sweep("s1").retry_numbers is None
 
 
 def test_reason_may_have_any_text(claimed: SweepRecord, records: Records) -> None:

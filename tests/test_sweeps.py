@@ -20,15 +20,17 @@ from service.errors import (
     UnreadableStudy,
 )
 from service.lifecycle import Verb
+from service.pages import SweepOrder, SweepQuery, read_page
 from service.records import Records, SweepJournal
-from service.schemas import Extension, RetryRequest
+from service.schemas import BudgetChanges, Changes, Extension, RetryRequest, SweepView
 from service.sweeps import SweepController
 from service.tables import sweeps
 from tests.fakes import MemoryLauncher, failed, report, reports, spec, with_loss
 from tests.service_process import write_corpus
-from trials.ledger import Failure, StudyLedger, Task, close_open_trials
+from trials.ledger import StudyLedger, Task
 from trials.spec import Budget, Resources, SweepRequest, SweepSpec
 from trials.store import CheckpointStore, unpack
+from trials.studies import Failure, close_open_trials
 
 
 @pytest.fixture
@@ -50,6 +52,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture
 def asked(corpus: dict[str, Any]) -> SweepSpec:
     return spec(corpus=corpus)
+
+
+def listed(controller: SweepController) -> list[SweepView]:
+    return controller.list_sweeps(SweepQuery(read_page(SweepOrder, "-created_at", 100, None)))[0]
 
 
 def start(controller: SweepController, sweep_id: str, store: CheckpointStore) -> StudyLedger:
@@ -114,7 +120,7 @@ def test_sweep_that_could_not_run_here_is_refused_and_nothing_is_written(
     with pytest.raises(InvalidSpec) as refusal:
         controller.create(spec(**{"corpus": corpus, **changes}))
     assert [problem.pointer for problem in refusal.value.problems] == pointers
-    assert controller.list_sweeps() == []
+    assert listed(controller) == []
 
 
 def test_corpus_path_is_written_down_absolute(
@@ -127,7 +133,7 @@ def test_corpus_path_is_written_down_absolute(
 
 def test_sweeps_are_listed_newest_first(controller: SweepController, asked: SweepSpec) -> None:
     ids = [controller.create(asked).id for _ in range(3)]
-    assert [view.id for view in controller.list_sweeps()] == ids[::-1]
+    assert [view.id for view in listed(controller)] == ids[::-1]
 
 
 def test_unknown_sweep_is_not_found_by_any_verb(controller: SweepController) -> None:
@@ -293,7 +299,7 @@ def test_no_view_holds_nan_or_infinity_however_large_the_losses(
     ledger.record(diverged, failed("diverged", "the loss is nan"))
     views = [
         controller.get(sweep_id),
-        *controller.list_sweeps(),
+        *listed(controller),
         *controller.trials(sweep_id),
         *(controller.trial(sweep_id, number) for number in (0, 1)),
         controller.best(sweep_id),
@@ -331,6 +337,21 @@ def test_failed_trials_are_not_tried_again_where_the_budget_would_end_them_at_on
     assert controller.get(sweep_id).state == "queued"
 
 
+def test_budget_below_what_has_begun_is_refused(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore
+) -> None:
+    sweep_id = controller.create(asked).id
+    ledger = start(controller, sweep_id, store)
+    for _ in range(3):
+        take(ledger)
+    with pytest.raises(InvalidSpec, match="3 trials have begun") as refusal:
+        controller.change(sweep_id, lambda revision: True, Changes(budget=BudgetChanges(trials=2)))
+    assert [problem.pointer for problem in refusal.value.problems] == ["/budget/trials"]
+    assert controller.get(sweep_id).trials.budget == 6
+    controller.change(sweep_id, lambda revision: True, Changes(budget=BudgetChanges(trials=3)))
+    assert controller.get(sweep_id).trials.budget == 3
+
+
 def test_second_request_to_try_again_adds_to_the_first(
     controller: SweepController, asked: SweepSpec, store: CheckpointStore
 ) -> None:
@@ -342,7 +363,7 @@ def test_second_request_to_try_again_adds_to_the_first(
     controller.records.finish(sweep_id, 1, "park")
     for failure_class in ("out_of_memory", "user_error"):
         controller.retry_failed(sweep_id, RetryRequest(classes=[failure_class]))
-    assert controller.records.get_sweep(sweep_id).retry_classes == ["out_of_memory", "user_error"]
+    assert controller.records.get_sweep(sweep_id).retry_numbers == [0, 1]
 
 
 def test_sweep_whose_trials_are_damaged_hides_no_other_and_says_so(
@@ -355,9 +376,9 @@ def test_sweep_whose_trials_are_damaged_hides_no_other_and_says_so(
         return json.loads("{dam")
 
     monkeypatch.setattr(controller.storage, "get_all_trials", broken)
-    listed = {view.id: view for view in controller.list_sweeps()}
-    assert "cannot be read" in (listed[damaged].state_reason or "")
-    assert listed[whole].state_reason is None
+    views = {view.id: view for view in listed(controller)}
+    assert "cannot be read" in (views[damaged].state_reason or "")
+    assert views[whole].state_reason is None
     with pytest.raises(UnreadableStudy, match=damaged):
         controller.trials(damaged)
     assert controller.ask(damaged, "cancel").state == "cancelling"

@@ -101,8 +101,9 @@ def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch
         tune_config=TuneConfig(
             num_samples=-1,  # the ledger knows when to end
             # Tune starts as many workers at once; else one after another, and a short trial's end would have
-            # it take the worker that is there, and throw away the one that is being started.
-            max_concurrent_trials=min(resources.max_concurrent or room, room),
+            # it take the worker that is there, and throw away the one that is being started. How many of them
+            # may work is the ledger's, which hears of changes.
+            max_concurrent_trials=room,
             search_alg=search,
             scheduler=LedgerScheduler(ledger, search),
             reuse_actors=True,
@@ -195,6 +196,7 @@ class _Watch(threading.Thread):
             self._end()
             leave(0)
         self._pause.set_to(orders.state == "pausing")
+        self._search.end_stopped()
         if not self._search.end_hung():
             leave(EXIT_RAY_DIED)
 

@@ -8,39 +8,29 @@ import math
 import threading
 import time
 import traceback
-import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-import optuna
-from optuna.exceptions import ExperimentalWarning, StorageInternalError
-from optuna.pruners import BasePruner, NopPruner
+from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from trials.corpora import CorpusSpec
 from trials.perplexity import finite_perplexity, perplexity
-from trials.samplers import build_sampler, suggest
-from trials.spec import Budget, FailureClass, SuccessiveHalving, SweepSpec, TrialConfig
+from trials.pruners import intermediate_epochs, rung_epochs
+from trials.samplers import suggest
+from trials.spec import Budget, FailureClass, SweepSpec, TrialConfig
 from trials.store import CheckpointStore
+from trials.studies import ENDED_WELL, Failure, open_study, set_failure
 
 log = logging.getLogger(__name__)
 
 DATABASE_PATIENCE_S = 600.0
 """How long a driver waits for a database that does not answer; then it ends, and another one is started."""
-ENDED_WELL = (TrialState.COMPLETE, TrialState.PRUNED)
-MOST_INTERMEDIATE_VALUES = 50
-"""Of one trial in Optuna: the dashboard takes seconds to draw 400 trials of 500 epochs."""
-
-REMOVED = "(removed until here)"
-"""Begins the name of a study that keeps an id from being used again."""
-TOLD_OF_FAILURE = frozenset({"failure_class", "failure_message", "lost_attempts"})
-"""Attributes that a failed trial has, and one that is tried again has not."""
 
 
 class Fenced(Exception):
@@ -59,6 +49,12 @@ class Orders:
     budget: Budget
     running_s: float
     """Seconds that the sweep has run."""
+    max_concurrent: int | None = None
+    """Trials at once; None: as many as there is room for."""
+    stopping: frozenset[int] = frozenset()
+    """Trials that are to end now, as they stand."""
+    pinned: frozenset[int] = frozenset()
+    """Trials whose best checkpoints stay, however good others are."""
 
 
 class Journal(Protocol):
@@ -75,6 +71,9 @@ class Journal(Protocol):
 
     def recorded_epochs(self, number: int) -> int:
         """The highest epoch on record for a trial, 0 if there is none."""
+
+    def point_of(self, draw: int, *, take: bool) -> Mapping[str, Any] | None:
+        """The values that a client wants a draw to have; with `take`, the next of those that no draw has."""
 
     def record_event(self, kind: str, **detail: Any) -> None:
         """Add to the sweep's story; what becomes of a trial's attempt is told once, however often said."""
@@ -111,12 +110,6 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Failure:
-    failure_class: FailureClass
-    message: str
-
-
-@dataclass(frozen=True)
 class Report:
     """What a worker says after one epoch, or when it cannot go on."""
 
@@ -141,15 +134,19 @@ def _patient(method: Method) -> Method:
     @wraps(method)
     def insist(self: "StudyLedger", *args: Any) -> Any:
         pauses = _pauses(DATABASE_PATIENCE_S)
+        again = False
         while True:
             try:
                 with self._lock:
+                    if again:
+                        self._take_note_of_ends()
                     return method(self, *args)
             except (JournalAway, StorageInternalError) as error:
                 if (pause := next(pauses, None)) is None:
                     raise
                 log.warning("the database is away, asking again: %s", error)
                 time.sleep(pause)
+                again = True
                 self.waited_at = time.monotonic()
 
     return cast("Method", insist)
@@ -214,7 +211,7 @@ class StudyLedger:
         self._tell_of_ends()
         self._look_for_limits()
         self._discarded: set[int] = set()
-        """Trials whose best checkpoints are not among those that stay."""
+        """Trials whose best checkpoints did not stay."""
         with _best_effort():
             self._discard_what_is_over()
 
@@ -224,7 +221,9 @@ class StudyLedger:
         for number in self._store.numbers_with_last(self.sweep_id):
             if number < len(rows) and rows[number].state in ENDED_WELL:
                 self._store.discard_last(self.sweep_id, number)
-        self._keep_bests()
+        if self._spec.retention.bests_per_arm is not None:
+            self._discarded = set(range(len(rows))) - set(self._store.numbers_with_best(self.sweep_id))
+            self._keep_bests()
 
     def _tell_of_ends(self) -> None:
         """A crash may have come between a trial's end and its event."""
@@ -253,6 +252,15 @@ class StudyLedger:
         if self.limit is not None or self._orders.state == "pausing":
             return True
         return not self._waiting and not self._may_begin_another
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many trials run as may, as of the latest beat."""
+        most = self._orders.max_concurrent
+        return most is not None and len(self._trials) - len(self._waiting) >= most
+
+    def is_to_stop(self, number: int) -> bool:
+        return number in self._orders.stopping
 
     @property
     def _may_begin_another(self) -> bool:
@@ -296,7 +304,7 @@ class StudyLedger:
     def next_task(self) -> Task | None:
         """The next attempt, or None where none is to be handed out now."""
         self.heed(self._journal.beat())
-        while not self.exhausted:
+        while not self.exhausted and not self.is_full:
             self._adopt_new_rows()
             if not self._waiting:
                 trial = self._study.ask()
@@ -304,12 +312,14 @@ class StudyLedger:
                 self._created = trial.number + 1
                 self._waiting.append(trial.number)
             number = self._waiting[0]
+            if self.is_to_stop(number):
+                self._stop(self._trials[number])
+                continue
             try:
                 task = self._task(self._trials[number])
             except (Fenced, JournalAway, StorageInternalError):
                 raise
             except Exception:  # whatever is wrong with the values of one trial ends no other
-                self._waiting.popleft()
                 self._fail(self._trials[number], Failure("user_error", traceback.format_exc()))
                 self.heed(self._journal.beat())
                 continue
@@ -319,6 +329,7 @@ class StudyLedger:
 
     def _task(self, trial: Trial) -> Task:
         arm = self._spec.arm_of(trial.number)
+        trial = self._with_point(trial)
         params = {name: suggest(trial, name, choices) for name, choices in self._spec.sampled(arm)}
         config = self._spec.trial_config(arm, params)
         attempt = int(trial.user_attrs.get("attempt", 0)) + 1
@@ -349,6 +360,20 @@ class StudyLedger:
             corpus_sha256=self._study.user_attrs.get("corpus_sha256"),
             gpu_share=self._spec.resources.gpus or 1.0,
         )
+
+    def _with_point(self, trial: Trial) -> Trial:
+        """A trial whose draw a client has chosen values for, with these: what is sampled then keeps to them.
+
+        A draw is chosen for when its first arm begins, so that all of its arms have the same values.
+        """
+        begins = self._spec.arm_of(trial.number) == self._spec.arm_of(0) and "attempt" not in trial.user_attrs
+        point = self._journal.point_of(self._spec.draw_of(trial.number), take=begins)
+        if not point:
+            return trial
+        storage, trial_id = self._study._storage, trial._trial_id
+        storage.set_trial_system_attr(trial_id, "fixed_params", self._spec.taken(dict(point)))
+        self._trials[trial.number] = Trial(self._study, trial_id)
+        return self._trials[trial.number]
 
     @_patient
     def record(self, task: Task, report: Report) -> bool:
@@ -388,18 +413,22 @@ class StudyLedger:
         if report.epoch is not None and self._is_pruned(trial, report.epoch["epoch"]):
             self._tell(trial, TrialState.PRUNED)
             return False
+        if self.is_to_stop(task.number):
+            self._stop(trial)
+            return False
         if self._orders.state == "pausing":
             self._park(task)
             return False
         return True
 
     def _is_pruned(self, trial: Trial, epoch: int) -> bool:
-        if epoch <= trial.user_attrs.get("passed_epoch", 0):
-            return False  # decided before: against the trials that have come since, it might not pass again
+        # Elsewhere the pruner would still see the latest rung. What was decided there is decided: against the
+        # trials that have come since, it might not pass again.
+        if epoch not in self._rungs or epoch <= trial.user_attrs.get("passed_epoch", 0):
+            return False
         if trial.should_prune():
             return True
-        if epoch in self._rungs:
-            trial.set_user_attr("passed_epoch", epoch)
+        trial.set_user_attr("passed_epoch", epoch)
         return False
 
     def _park(self, task: Task) -> None:
@@ -431,6 +460,9 @@ class StudyLedger:
         if task.number not in self._trials or task.number in self._waiting:  # as written down before
             return
         trial = self._trials[task.number]
+        if self.is_to_stop(task.number):
+            self._stop(trial)
+            return
         lost = sorted({*trial.user_attrs.get("lost_attempts", []), task.attempt})
         trial.set_user_attr("lost_attempts", lost)
         if len(lost) > self._spec.retry.max_failures:
@@ -442,9 +474,21 @@ class StudyLedger:
             )
             self._waiting.append(task.number)
 
+    def _stop(self, trial: Trial) -> None:
+        """End a trial because a client wants that: it counts with what it has reached."""
+        if "best_valid_loss" not in trial.user_attrs:
+            words = "it was stopped on request before its first epoch"
+            self._fail_quietly(trial, Failure("cancelled", words))
+            return
+        trial.set_user_attr("stopped", True)
+        self._tell(trial, TrialState.PRUNED)
+
     def _fail(self, trial: Trial, failure: Failure) -> None:
         self._fail_quietly(trial, failure)
         self._look_for_limits()
+        self._pause_if_alike()
+
+    def _pause_if_alike(self) -> None:
         words = alike(self._study.get_trials(deepcopy=False), self._spec.retry.identical_failures)
         if words is not None:
             self._journal.ask_to_pause(words)
@@ -466,17 +510,30 @@ class StudyLedger:
         return True
 
     def _fail_quietly(self, trial: Trial, failure: Failure) -> None:
-        _set_failure(trial, failure)
+        set_failure(trial, failure)
         self._tell(trial, TrialState.FAIL)
 
     def _tell(self, trial: Trial, state: TrialState, value: float | None = None) -> None:
         self._study.tell(trial, value, state, skip_if_finished=True)
-        row = self._study.get_trials(deepcopy=False)[trial.number]
+        self._take_note_of_end(trial.number, state)
+
+    def _take_note_of_ends(self) -> None:
+        """Of trials whose rows say that they have ended, though that was not answered."""
+        for row in self._study.get_trials(deepcopy=False):
+            if row.number in self._trials and row.state.is_finished():
+                self._take_note_of_end(row.number, row.state)
+                self._look_for_limits()
+                self._pause_if_alike()
+
+    def _take_note_of_end(self, number: int, state: TrialState) -> None:
+        row = self._study.get_trials(deepcopy=False)[number]
         self._journal.record_event("trial_finished", **told_of_end(row))
-        del self._trials[trial.number]
+        del self._trials[number]
+        if number in self._waiting:
+            self._waiting.remove(number)
         if state != TrialState.FAIL:
             with _best_effort():
-                self._store.discard_last(self.sweep_id, trial.number)
+                self._store.discard_last(self.sweep_id, number)
                 self._keep_bests()
 
     def _keep_bests(self) -> None:
@@ -493,14 +550,16 @@ class StudyLedger:
             ended.setdefault(self._spec.arm_of(row.number), []).append((loss, row.number))
         for ranked in map(sorted, ended.values()):
             for _, number in ranked[kept:]:
-                if number not in self._discarded:
+                if number not in self._discarded and number not in self._orders.pinned:
                     self._store.discard_best(self.sweep_id, number)
                     self._discarded.add(number)
 
     @_patient
     def refreshed_orders(self) -> Orders:
-        """What is wished for now, and heeded from now on."""
+        """What is wished for now, and heeded from now on: a limit may have been raised."""
+        self.limit = None
         self.heed(self._journal.beat())
+        self._look_for_limits()
         return self._orders
 
     def outcome(self) -> tuple[Literal["succeed", "fail"], str | None]:
@@ -557,80 +616,6 @@ def _way_of_failing(row: FrozenTrial) -> tuple[str, str] | None:
     return failure_class, row.user_attrs["failure_message"].strip().rpartition("\n")[2]
 
 
-def reopen_failed(
-    study_name: str, new_name: str, spec: SweepSpec, storage: BaseStorage, classes: Collection[str]
-) -> None:
-    """A copy of a study in which the trials that failed in one of these classes are open again.
-
-    A finished row cannot be changed in Optuna. A half-made copy of the same name is made anew.
-    """
-    delete_study(new_name, storage)
-    before = optuna.load_study(study_name=study_name, storage=storage)
-    after = open_study(spec, new_name, storage)
-    for name, value in before.user_attrs.items():
-        after.set_user_attr(name, value)
-    for row in before.get_trials():
-        if row.state == TrialState.FAIL and row.user_attrs.get("failure_class") in classes:
-            row.state, row.values, row.datetime_complete = TrialState.RUNNING, None, None
-            row.user_attrs = {
-                name: value for name, value in row.user_attrs.items() if name not in TOLD_OF_FAILURE
-            }
-        storage.create_new_trial(after._study_id, template_trial=row)
-
-
-def find_rows(study_name: str, storage: BaseStorage) -> list[FrozenTrial]:
-    """The trials of a study, by number; none where no driver has opened it yet."""
-    try:
-        return optuna.load_study(study_name=study_name, storage=storage).get_trials(deepcopy=False)
-    except KeyError:
-        return []
-
-
-def studies_of(sweep_id: str, storage: BaseStorage) -> list[str]:
-    """Its study, and what was left of earlier ones or of a copy half made."""
-    names = [study.study_name for study in storage.get_all_studies()]
-    return [name for name in names if name.partition("~")[0] == sweep_id]
-
-
-def delete_study(name: str, storage: BaseStorage) -> None:
-    """Remove a study, if there is one."""
-    with suppress(KeyError):
-        study_id = storage.get_study_id_from_name(name)
-        _mark_end_of_ids(study_id, storage)
-        storage.delete_study(study_id)
-
-
-def _mark_end_of_ids(study_id: int, storage: BaseStorage) -> None:
-    """See to it that this id, once it is deleted, is not given to another study.
-
-    SQLite gives the highest one again, and Optuna's cache, of this process or another, may still have the old
-    trials under it. So an empty study stays behind where that was the latest one.
-    """
-    ids = {study._study_id: study.study_name for study in storage.get_all_studies()}
-    if study_id == max(ids):
-        storage.create_new_study([StudyDirection.MINIMIZE], f"{REMOVED} {study_id}")
-    for marker, name in ids.items():
-        if name.startswith(REMOVED) and marker != max(ids):
-            storage.delete_study(marker)
-
-
-def open_study(spec: SweepSpec, name: str, storage: BaseStorage) -> optuna.Study:
-    """The sweep's study, created where it is not there yet."""
-    study = optuna.create_study(
-        study_name=name,
-        storage=storage,
-        sampler=build_sampler(spec),
-        pruner=build_pruner(spec),
-        direction="minimize",
-        load_if_exists=True,
-    )
-    if not study.metric_names:
-        study.set_user_attr("name", spec.name)
-        with warnings.catch_warnings(category=ExperimentalWarning, action="ignore"):
-            study.set_metric_names(["valid_perplexity"])
-    return study
-
-
 def told_of_end(row: FrozenTrial) -> dict[str, Any]:
     """What the event `trial_finished` says of a row that has ended."""
     attributes = row.user_attrs
@@ -651,71 +636,3 @@ def told_of_end(row: FrozenTrial) -> dict[str, Any]:
 def untold(ends: Sequence[dict[str, Any]], told: set[tuple[int, int | None]]) -> list[dict[str, Any]]:
     """Those of `ends`, as told_of_end makes them, that are not among what Journal.ends_told says."""
     return [end for end in ends if not {(end["number"], end["attempt"]), (end["number"], None)} & told]
-
-
-def close_open_trials(study_name: str, storage: BaseStorage, failure: Failure) -> None:
-    """End the rows of a sweep that has no driver any more, and will get none."""
-    try:
-        study = optuna.load_study(study_name=study_name, storage=storage)
-    except KeyError:  # cancelled before it had a driver
-        return
-    for row in study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING)):
-        trial = Trial(study, row._trial_id)
-        _set_failure(trial, failure)
-        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
-
-
-def _set_failure(trial: Trial, failure: Failure) -> None:
-    trial.set_user_attr("failure_message", failure.message[-4000:])
-    trial.set_user_attr("failure_class", failure.failure_class)
-
-
-class HalvingWithinArms(BasePruner):
-    """Asynchronous successive halving (Li et al. 2018) that compares a trial with those of its own arm.
-
-    Arms whose curves cross would otherwise prune one another, and the comparison between them would be of who
-    starts faster. Which rung a trial has reached is read off its intermediate values: a decision that a crash
-    undid is made again, where Optuna's pruner, which writes rungs down, would let the trial pass.
-    """
-
-    def __init__(self, spec: SweepSpec, halving: SuccessiveHalving) -> None:
-        self._spec = spec
-        self._halving = halving
-        self._rungs = rung_epochs(halving, spec.training.epochs)
-
-    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        epoch = trial.last_step
-        if epoch not in self._rungs:
-            return False
-        arm = self._spec.arm_of(trial.number)
-        there = sorted(
-            row.intermediate_values[epoch]
-            for row in study.get_trials(deepcopy=False)
-            if epoch in row.intermediate_values and self._spec.arm_of(row.number) == arm
-        )
-        passing = max(1, len(there) // self._halving.reduction_factor)
-        return trial.intermediate_values[epoch] > there[passing - 1]
-
-
-def build_pruner(spec: SweepSpec) -> BasePruner:
-    return HalvingWithinArms(spec, spec.pruner) if spec.pruner.name == "successive_halving" else NopPruner()
-
-
-def rung_epochs(halving: SuccessiveHalving, epochs: int) -> frozenset[int]:
-    """Where a trial may be pruned: after min_epochs times the powers of the reduction factor, or the next
-    epoch that Optuna hears of; never after the last.
-    """
-    reported = sorted(intermediate_epochs(epochs))
-    rungs, rung = set(), halving.min_epochs
-    while rung < epochs:
-        rungs.add(next(epoch for epoch in reported if epoch >= rung))
-        rung *= halving.reduction_factor
-    return frozenset(rungs - {epochs})
-
-
-def intermediate_epochs(epochs: int) -> frozenset[int]:
-    """The epochs that go to Optuna: all of them while they are few, else log-spaced, the last one always."""
-    if epochs <= MOST_INTERMEDIATE_VALUES:
-        return frozenset(range(1, epochs + 1))
-    steps = MOST_INTERMEDIATE_VALUES - 1
-    return frozenset(round(epochs ** (i / steps)) for i in range(steps + 1))

@@ -32,9 +32,12 @@ class StudySearch(Searcher):
         self._heard: dict[str, tuple[float, int | None]] = {}
         """When an attempt last reported, or began, on the monotonic clock; its process's id, once known."""
         self._hung: set[str] = set()
+        self._ended: set[str] = set()
 
     def suggest(self, trial_id: str) -> Any:
         """The next task, None to be asked again, or FINISHED, which Tune's own annotation forgets."""
+        if self._ledger.is_full:  # it is asked many times a second: not the database, too
+            return None
         task = self._ledger.next_task()
         if task is not None:
             self.tasks[trial_id] = task
@@ -57,6 +60,7 @@ class StudySearch(Searcher):
         del self.tasks[trial_id]
         self._heard.pop(trial_id, None)
         self._hung.discard(trial_id)
+        self._ended.discard(trial_id)
 
     def on_report(self, trial_id: str, pid: int) -> None:
         self._heard[trial_id] = time.monotonic(), pid
@@ -79,6 +83,15 @@ class StudySearch(Searcher):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return True
+
+    def end_stopped(self) -> None:
+        """Kill the processes of trials that are to end now; they are told of as lost, and so they end."""
+        for trial_id, task in list(self.tasks.items()):
+            _, pid = self._heard.get(trial_id, (0.0, None))
+            if pid is not None and self._ledger.is_to_stop(task.number) and trial_id not in self._ended:
+                self._ended.add(trial_id)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: the study remembers."""

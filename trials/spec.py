@@ -96,6 +96,13 @@ class Choice(Wire):
     def extremes(self) -> list[Scalar]:
         return self.values
 
+    def take(self, value: Scalar) -> Scalar:
+        """The value as it would have been drawn. Raises ValueError where it never would be."""
+        for known in self.values:
+            if known == value and isinstance(known, bool) == isinstance(value, bool):
+                return known
+        raise ValueError(f"the choices are {', '.join(map(repr, self.values))}")
+
     @model_validator(mode="after")
     def _distinct(self) -> Self:
         if len(set(self.values)) < len(self.values):
@@ -114,6 +121,15 @@ class Interval(Wire):
     @property
     def extremes(self) -> list[Scalar]:
         return [self.low, self.high]
+
+    def take(self, value: Scalar) -> Scalar:
+        """The value as it would have been drawn. Raises ValueError where it never would be."""
+        whole = isinstance(self.low, int)
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise ValueError(f"it must be a {'whole ' if whole else ''}number")
+        if not self.low <= value <= self.high:
+            raise ValueError(f"the range is from {self.low} to {self.high}")
+        return value if whole else float(value)
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
@@ -151,6 +167,8 @@ class Integer(Interval):
 
 
 Range = Annotated[Choice | Uniform | LogUniform | Integer, Field(discriminator="type")]
+Point = dict[str, Scalar]
+"""Values of parameters of the space; what it leaves out is sampled."""
 
 
 class RandomSampler(Wire):
@@ -294,6 +312,10 @@ class SweepSpec(Wire):
     space: dict[str, Range] = {}
     """Where the other values are sampled from; `embed_p_multiplier` and its like multiply the arm's rate, or
     the base configuration's where the arm fixes none."""
+    points: Annotated[list[Point], Field(max_length=1000)] = []
+    """To be tried first, in this order: each is a draw, of every arm."""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    """Of the queued sweeps, one with the highest starts first; of equals, the one that came first."""
     sampler: RandomSampler = RandomSampler()
     pruner: Pruner = NoPruner()
     budget: Budget
@@ -329,6 +351,15 @@ class SweepSpec(Wire):
             for arm in self.arms:
                 widest = self._widest(arm, (multiplier, MULTIPLIERS[multiplier]))
                 self._check_values(arm, widest, f"/space/{multiplier}")
+        for index, point in enumerate(self.points):
+            self.taken(point, f"/points/{index}")
+        if len(self.points) > self.draws:
+            raise _problem(
+                "too_many_points",
+                f"{len(self.points)} points are more than the budget has draws: {self.budget.trials} trials "
+                f"of {len(self.arms)} arms are {self.draws} draws; raise budget.trials, or give fewer points",
+                "/points",
+            )
         if isinstance(self.baseline, str) and self.baseline not in self.arms:
             arms = ", ".join(self.arms)
             raise _problem(
@@ -337,6 +368,30 @@ class SweepSpec(Wire):
                 "/baseline",
             )
         return self
+
+    @property
+    def draws(self) -> int:
+        """How many the budget begins."""
+        return -(-self.budget.trials // len(self.arms))
+
+    def taken(self, point: Point, pointer: str = "") -> Point:
+        """A point's values as they would have been drawn.
+
+        Raises PydanticCustomError, which points below `pointer`, where one never would be.
+        """
+        values: Point = {}
+        for name, value in point.items():
+            at = f"{pointer}/{_escaped(name)}"
+            if name not in self.space:
+                known = ", ".join(sorted(self.space)) or "nothing, since it has no space"
+                raise _problem("not_in_space", f"{name!r} is not sampled in this sweep: {known}", at)
+            if all(name in fixed for fixed in self.arms.values()):
+                raise _problem("fixed_by_arms", f"every arm fixes {name!r}: a point cannot change it", at)
+            try:
+                values[name] = self.space[name].take(value)
+            except ValueError as error:
+                raise _problem("outside_space", f"{name} = {value!r}: {error}", at) from error
+        return values
 
     def _widest(self, arm: str, parameters: tuple[str, str]) -> dict[str, Scalar]:
         """The largest values that an arm can draw for these, which are known to be numbers."""

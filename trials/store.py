@@ -62,8 +62,15 @@ class CheckpointStore:
 
     def numbers_with_last(self, sweep_id: str) -> list[int]:
         """Of the trials that have a `last`."""
+        return self._numbers_with(sweep_id, "last.tar")
+
+    def numbers_with_best(self, sweep_id: str) -> list[int]:
+        """Of the trials that have a `best`."""
+        return self._numbers_with(sweep_id, "best.tar")
+
+    def _numbers_with(self, sweep_id: str, name: str) -> list[int]:
         self._files.invalidate_cache()
-        found = self._files.glob(f"{self._root}/{sweep_id}/t*/last.tar")
+        found = self._files.glob(f"{self._root}/{sweep_id}/t*/{name}")
         return [int(path.split("/")[-2].removeprefix("t")) for path in found]
 
     def discard_last(self, sweep_id: str, number: int) -> None:
@@ -141,6 +148,10 @@ class CheckpointStore:
     def discard_best(self, sweep_id: str, number: int) -> None:
         with suppress(FileNotFoundError):
             self._files.rm_file(self._path(sweep_id, number, "best.tar"))
+
+    def has_best(self, sweep_id: str, number: int) -> bool:
+        self._files.invalidate_cache()
+        return bool(self._files.exists(self._path(sweep_id, number, "best.tar")))
 
     def open_best(self, sweep_id: str, number: int) -> BinaryIO:
         """The archive, open for reading: undisturbed by a replacement. Raises FileNotFoundError."""

@@ -2,6 +2,8 @@
 tokens, webhooks.
 """
 
+import json
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -13,11 +15,34 @@ def to(table: str) -> sa.ForeignKey:
     return sa.ForeignKey(f"{table}.id", ondelete="CASCADE")
 
 
+def number_what_is_tried_again(connection: sa.Connection) -> None:
+    """By trial, where it was by class of failure."""
+    sweeps = sa.table(
+        "fraternal_sweeps",
+        *(sa.column("id"), sa.column("study"), sa.column("retry_classes", sa.JSON)),
+        sa.column("retry_numbers", sa.JSON),
+    )
+    asked = connection.execute(sa.select(sweeps).where(sweeps.c.retry_classes.is_not(None))).all()
+    failed = sa.text(
+        "SELECT t.number, a.value_json FROM trials t JOIN studies s ON s.study_id = t.study_id "
+        "JOIN trial_user_attributes a ON a.trial_id = t.trial_id "
+        "WHERE s.study_name = :study AND t.state = 'FAIL' AND a.key = 'failure_class' ORDER BY t.number"
+    )
+    if not asked or not sa.inspect(connection).has_table("trial_user_attributes"):
+        return
+    for sweep in asked:
+        rows = connection.execute(failed, {"study": sweep.study}).all()
+        numbers = [row.number for row in rows if json.loads(row.value_json) in sweep.retry_classes]
+        connection.execute(sa.update(sweeps).where(sweeps.c.id == sweep.id).values(retry_numbers=numbers))
+
+
 def upgrade() -> None:
     op.add_column("fraternal_sweeps", sa.Column("revision", sa.Integer, nullable=False, server_default="1"))
     op.add_column("fraternal_sweeps", sa.Column("retry_numbers", sa.JSON))
     op.add_column("fraternal_events", sa.Column("once", sa.String(96)))
     op.create_index("ix_fraternal_events_once", "fraternal_events", ["sweep_id", "once"], unique=True)
+    number_what_is_tried_again(op.get_bind())
+    op.execute("ALTER TABLE fraternal_sweeps DROP COLUMN retry_classes")
     op.create_table(
         "fraternal_points",
         sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),

@@ -1,0 +1,224 @@
+"""How long the API takes to answer, with a database that has been used for a while.
+
+    .venv/bin/python -m benchmarks.api --sweeps 200 --trials 50 --epochs 20 --clients 20 --seconds 5
+
+Fills a database with ended sweeps, serves it with `fraternal serve`, and has so many clients ask one thing
+after another, each as soon as it has its answer, one kind of request at a time. Prints Markdown: answers a
+second, and the median and 95th percentile of the times to an answer, in milliseconds, beside those of a lone
+client. Exits with 1 where a bound is missed.
+"""
+
+import argparse
+import http.client
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from optuna.distributions import FloatDistribution
+from optuna.trial import TrialState, create_trial
+from rich.console import Console
+from sqlalchemy import insert, update
+
+from service.database import migrate, naive, now, open_engine
+from service.launcher import findable
+from service.reconciler import LEASE_NAME
+from service.records import Records
+from service.running import Signals, running_service
+from service.settings import Settings
+from service.studies import open_storage
+from service.tables import epochs, sweeps
+from trials.spec import SweepSpec
+from trials.studies import open_study
+
+GET_BOUND_MS, SUBMIT_BOUND_MS = 100.0, 150.0
+BODY = {
+    "name": "bench",
+    "labels": {"team": "nlp"},
+    "corpus": {"name": "sotu"},
+    "training": {"epochs": 20},
+    "space": {"kappa": {"type": "uniform", "low": 0.05, "high": 0.2}},
+}
+Request = tuple[str, str, bytes | None]
+"""Method, path, body."""
+
+
+def fill(settings: Settings, count: int, trials: int, curve: int) -> list[str]:
+    """Ended sweeps with so many trials and epochs each; their ids."""
+    engine = open_engine(settings.resolved_database_url)
+    migrate(engine)
+    storage = open_storage(settings.resolved_database_url)
+    records = Records(engine)
+    spec = SweepSpec.model_validate({**BODY, "budget": {"trials": trials}})
+    ids = [f"s{number:010x}" for number in range(count)]
+    for number, sweep_id in enumerate(ids):
+        named = {"name": f"sweep {number}", "labels": {"team": ["nlp", "vision"][number % 2]}}
+        records.add_sweep(sweep_id, spec.model_copy(update=named))
+        study = open_study(spec, sweep_id, storage)
+        study.add_trials([_ended_trial(spec, trial) for trial in range(trials)])
+        with engine.begin() as connection:
+            connection.execute(
+                insert(epochs),
+                [_epoch(sweep_id, trial, epoch) for trial in range(trials) for epoch in range(1, curve + 1)],
+            )
+    at = naive(now())
+    with engine.begin() as connection:
+        ended = {"state": "succeeded", "started_at": at, "finished_at": at, "generation": 1, "ran_s": 60.0}
+        connection.execute(update(sweeps).values(ended))
+    # What is submitted while we measure is to stay queued: somebody else acts, as far as the service knows.
+    assert records.hold_lease(LEASE_NAME, findable(os.getpid()), timedelta(hours=1), lambda holder: False)
+    storage.remove_session()
+    storage.engine.dispose()
+    engine.dispose()
+    return ids
+
+
+def _ended_trial(spec: SweepSpec, number: int) -> Any:
+    loss = 5.0 - number % 7 / 10
+    return create_trial(
+        state=TrialState.COMPLETE,
+        value=2.718**loss,
+        params={"kappa": 0.1},
+        distributions={"kappa": FloatDistribution(0.05, 0.2)},
+        intermediate_values={epoch: 200.0 / epoch for epoch in range(1, 21)},
+        user_attrs={
+            "arm": spec.arm_of(number),
+            "draw": spec.draw_of(number),
+            "seed": spec.seed_of(number),
+            "attempt": 1,
+            "config": {"model": {"embedding_size": 400}, "training": {"epochs": 20}, "regularization": {}},
+            "best_epoch": 20,
+            "best_valid_loss": loss,
+            "checkpoint_sha256": "0" * 64,
+            "device": "cpu",
+            "runtime": "a benchmark's",
+        },
+    )
+
+
+def _epoch(sweep_id: str, number: int, epoch: int) -> dict[str, Any]:
+    losses = dict.fromkeys(("train_loss", "valid_loss", "raw_valid_loss", "optimised"), 6.0 - epoch / 20)
+    others = dict.fromkeys(("penalty", "ar", "tar", "gradient_norm", "lr", "seconds", "tokens_per_s"), 1.0)
+    key = {"sweep_id": sweep_id, "number": number, "epoch": epoch, "attempt": 1}
+    at = naive(now() - timedelta(days=1))
+    return {**key, **losses, **others, "recorded_at": at, "averaged": False, "tokens": 100, "is_best": True}
+
+
+def requests_of(ids: list[str], trials: int) -> dict[str, Callable[[int], Request]]:
+    """By the template of its path: the n-th request."""
+
+    def get(path: str) -> Callable[[int], Request]:
+        def made(n: int) -> Request:
+            return "GET", path.format(sweep=ids[n * 37 % len(ids)], number=n * 7 % trials), None
+
+        return made
+
+    body = {**BODY, "budget": {"trials": trials}}
+    return {
+        "GET /v1/sweeps": get("/v1/sweeps"),
+        "GET /v1/sweeps?label=…&order_by=name": get("/v1/sweeps?label=team%3Dnlp&order_by=name"),
+        "GET /v1/sweeps/{sweep_id}": get("/v1/sweeps/{sweep}"),
+        "GET …/trials": get("/v1/sweeps/{sweep}/trials"),
+        "GET …/trials?arm=fd&order_by=…": get(
+            "/v1/sweeps/{sweep}/trials?arm=fd&order_by=best_valid_perplexity"
+        ),
+        "GET …/trials/{number}": get("/v1/sweeps/{sweep}/trials/{number}"),
+        "GET …/best": get("/v1/sweeps/{sweep}/best"),
+        "GET …/points": get("/v1/sweeps/{sweep}/points"),
+        "GET /healthz": get("/healthz"),
+        "GET /readyz": get("/readyz"),
+        "POST /v1/sweeps": lambda n: ("POST", "/v1/sweeps", json.dumps(body).encode()),
+        "POST /v1/sweeps?validate_only": lambda n: (
+            "POST",
+            "/v1/sweeps?validate_only=true",
+            json.dumps(body).encode(),
+        ),
+    }
+
+
+def measure(port: int, made: Callable[[int], Request], clients: int, seconds: float) -> list[float]:
+    """Milliseconds to each answer."""
+    took: list[float] = []
+    numbers = itertools.count()
+    until = time.perf_counter() + seconds
+    failures: list[str] = []
+
+    def ask() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        while time.perf_counter() < until:
+            method, path, body = made(next(numbers))
+            headers = {"content-type": "application/json"} if body else {}
+            began = time.perf_counter()
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            content = response.read()
+            took.append((time.perf_counter() - began) * 1000)
+            if response.status >= 300:
+                failures.append(f"{method} {path}: {response.status} {content[:200]!r}")
+                return
+        connection.close()
+
+    threads = [threading.Thread(target=ask) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+    return sorted(took)
+
+
+def percentile(took: list[float], share: float) -> float:
+    return took[min(len(took) - 1, int(share * len(took)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sweeps", type=int, default=200)
+    parser.add_argument("--trials", type=int, default=50, help="of a sweep")
+    parser.add_argument("--epochs", type=int, default=20, help="of a trial")
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=5, help="for each kind of request")
+    given = parser.parse_args()
+    errors = Console(stderr=True)
+    missed = []
+    with tempfile.TemporaryDirectory(prefix="fraternal-bench-") as folder, Signals() as signals:
+        settings = Settings(data_dir=Path(folder) / "data")
+        settings.data_dir.mkdir()
+        began = time.monotonic()
+        ids = fill(settings, given.sweeps, given.trials, given.epochs)
+        errors.print(
+            f"filled: {given.sweeps} sweeps, {given.sweeps * given.trials} trials, "
+            f"{time.monotonic() - began:.0f} s"
+        )
+        with running_service(settings.data_dir, signals, errors) as client:
+            port = int(client.base_url.rpartition(":")[2])
+            print("| request | answers/s | median, ms | p95, ms | one client: median | p95 |")
+            print("|---|---:|---:|---:|---:|---:|")
+            for name, made in requests_of(ids, given.trials).items():
+                measure(port, made, 1, 0.5)  # whatever is slow the first time
+                alone = measure(port, made, 1, given.seconds / 2)
+                took = measure(port, made, given.clients, given.seconds)
+                p95 = percentile(took, 0.95)
+                print(
+                    f"| {name} | {len(took) / given.seconds:.0f} | {statistics.median(took):.1f} | {p95:.1f} "
+                    f"| {statistics.median(alone):.1f} | {percentile(alone, 0.95):.1f} |",
+                    flush=True,
+                )
+                bound = GET_BOUND_MS if name.startswith("GET") else SUBMIT_BOUND_MS
+                if p95 > bound:
+                    missed.append(f"{name}: p95 {p95:.1f} ms, and at most {bound:g} is asked for")
+    for line in missed:
+        print(line, file=sys.stderr)
+    raise SystemExit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

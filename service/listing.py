@@ -1,0 +1,79 @@
+"""A page of the sweeps' table."""
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Boolean, Connection, Integer, RowMapping, case, cast, func, select
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql import ColumnElement
+from sqlalchemy.sql.functions import FunctionElement
+
+from service.pages import Key, SweepQuery
+from service.tables import sweeps
+
+
+def page_of_sweeps(connection: Connection, asked: SweepQuery) -> tuple[list[RowMapping], str | None]:
+    """The rows of a page, and the token of the next one."""
+    page = asked.page
+    key = ORDERS[page.order_by]
+    query = select(sweeps, key.label("key")).where(*_conditions(asked)).limit(page.size + 1)
+    if page.descending:
+        query = query.order_by(key.desc(), sweeps.c.position.desc())
+    else:
+        query = query.order_by(key, sweeps.c.position)
+    if page.after is not None:
+        before, position = _as_stored(page.order_by, page.after[0]), page.after[1]
+        beyond = key < before if page.descending else key > before
+        further = sweeps.c.position < position if page.descending else sweeps.c.position > position
+        query = query.where(beyond | ((key == before) & further))
+    rows = list(connection.execute(query).mappings())
+    shown = rows[: page.size]
+    if len(rows) <= page.size:
+        return shown, None
+    last = shown[-1]["key"]
+    at = last.isoformat() if isinstance(last, datetime) else last
+    return shown, page.token_after((at, shown[-1]["position"]))
+
+
+class _holds_json(FunctionElement[bool]):
+    """Whether a JSON column holds any: on SQLite it may be damaged, and to look into that fails the query."""
+
+    inherit_cache = True
+    type = Boolean()
+
+
+@compiles(_holds_json)
+def _surely(_element: Any, _compiler: Any, **_options: Any) -> str:
+    return "true"
+
+
+@compiles(_holds_json, "sqlite")
+def _asked(element: Any, compiler: Any, **options: Any) -> str:
+    return f"json_valid({compiler.process(element.clauses, **options)})"
+
+
+def _of_spec(*path: str) -> ColumnElement[Any]:
+    return case((_holds_json(sweeps.c.spec), sweeps.c.spec[path].as_string()))
+
+
+ORDERS: Mapping[str, ColumnElement[Any]] = {
+    "created_at": sweeps.c.position,
+    "state_since": sweeps.c.state_since,
+    "name": func.coalesce(_of_spec("name"), ""),
+    "priority": func.coalesce(cast(_of_spec("priority"), Integer), 0),
+}
+
+
+def _as_stored(order_by: str, key: Key) -> Any:
+    return datetime.fromisoformat(str(key)) if order_by == "state_since" else key
+
+
+def _conditions(asked: SweepQuery) -> Iterator[ColumnElement[bool]]:
+    if asked.states:
+        yield sweeps.c.state.in_(asked.states)
+    if asked.name is not None:
+        yield func.coalesce(_of_spec("name"), "").icontains(asked.name, autoescape=True)
+    for name, value in asked.labels:
+        label = _of_spec("labels", name)
+        yield label.is_not(None) if value is None else label == value

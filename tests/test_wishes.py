@@ -1,0 +1,288 @@
+"""The laws of what clients wish for while a sweep runs: points, trials ended or kept, trials at once."""
+
+import itertools
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.storages import BaseStorage, InMemoryStorage, get_storage
+from optuna.trial import TrialState
+
+from service.studies import open_storage
+from tests.fakes import (
+    SWEEP,
+    Countdown,
+    Crash,
+    CrashingStorage,
+    MemoryJournal,
+    drive,
+    failed,
+    open_ledger,
+    report,
+    rows,
+    spec,
+    states,
+    with_loss,
+)
+from trials.ledger import Report, StudyLedger, Task
+from trials.search import StudySearch
+from trials.spec import SweepSpec
+from trials.store import CheckpointStore
+
+
+@pytest.fixture
+def storage() -> BaseStorage:
+    return InMemoryStorage()
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def any_storage(request: pytest.FixtureRequest, tmp_path: Path) -> BaseStorage:
+    if request.param == "memory":
+        return InMemoryStorage()
+    return get_storage(open_storage(f"sqlite:///{tmp_path / 'studies.db'}"))
+
+
+def wish(journal: MemoryJournal, **changes: Any) -> None:
+    journal.orders = replace(journal.orders, **changes)
+
+
+def asked(**fields: Any) -> SweepSpec:
+    space = {
+        "kappa": {"type": "uniform", "low": 0.0, "high": 1.0},
+        "batch_size": {"type": "choice", "values": [10, 20, 30]},
+    }
+    return spec(**{"space": space, **fields})
+
+
+def params_of(storage: Any) -> list[dict[str, Any]]:
+    return [row.params for row in rows(storage)]
+
+
+# Points.
+
+
+def test_points_are_tried_first_in_their_order_by_every_arm_and_what_they_leave_out_is_sampled(
+    any_storage: BaseStorage,
+) -> None:
+    plain = InMemoryStorage()
+    drive(open_ledger(asked(), plain, MemoryJournal()))
+    journal = MemoryJournal()
+    journal.points = [{"kappa": 1, "batch_size": 20}, {"batch_size": 30}]
+    drive(open_ledger(asked(), any_storage, journal))
+    sampled, tried = params_of(plain), params_of(any_storage)
+    assert tried[0] == tried[1] == {"kappa": 1.0, "batch_size": 20}
+    assert tried[2] == tried[3] == {**sampled[2], "batch_size": 30}
+    assert tried[4:] == sampled[4:], "a draw without a point is what it would have been"
+    assert [row.user_attrs["config"]["training"]["batch_size"] for row in rows(any_storage)[:3]] == [
+        20,
+        20,
+        30,
+    ]
+    assert states(any_storage) == [TrialState.COMPLETE] * 6
+
+
+def test_point_that_comes_while_a_draw_is_under_way_waits_for_the_next_one(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(asked(), storage, journal)
+    first = ledger.next_task()
+    assert first is not None
+    journal.points = [{"kappa": 0.25}]
+    others = [ledger.next_task() for _ in range(3)]
+    kappas = [task.config.regularization.kappa for task in (first, *others) if task is not None]
+    assert kappas[0] == kappas[1] != 0.25, "the arms of a draw are paired"
+    assert kappas[2:] == [0.25, 0.25]
+
+
+def test_arm_that_fixes_a_value_keeps_it_whatever_the_point_says(storage: BaseStorage) -> None:
+    arms = {"fd": {"regularizer": "fraternal"}, "half": {"regularizer": "fraternal", "kappa": 0.5}}
+    journal = MemoryJournal()
+    journal.points = [{"kappa": 0.125}]
+    drive(open_ledger(asked(arms=arms, budget={"trials": 2}), storage, journal))
+    kappas = [row.user_attrs["config"]["regularization"]["kappa"] for row in rows(storage)]
+    assert kappas == [0.125, 0.5]
+
+
+def test_crash_before_any_write_leaves_every_point_where_it_was() -> None:
+    points = [{"kappa": 0.25}, {"batch_size": 30}]
+
+    def tried(crash_after: int) -> tuple[bool, list[dict[str, Any]]]:
+        storage, journal = CrashingStorage(), MemoryJournal()
+        journal.points = list(points)
+        storage.before_write = journal.before_write = Countdown(crash_after)
+        crashed = False
+        for _ in range(2):
+            try:
+                drive(open_ledger(asked(budget={"trials": 6}), storage, journal))
+            except Crash:
+                crashed = True
+                storage.before_write = journal.before_write = Countdown()
+        return crashed, params_of(storage)
+
+    _, undisturbed = tried(10**9)
+    for writes in itertools.count():
+        crashed, params = tried(writes)
+        if not crashed:
+            break
+        assert params == undisturbed, f"after {writes} writes"
+    assert writes > 60
+
+
+# Single trials.
+
+
+def test_trial_that_is_stopped_counts_with_what_it_has_reached(any_storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), any_storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    assert ledger.record(task, report(task, 1))
+    wish(journal, stopping=frozenset({0}))
+    assert not ledger.record(task, report(task, 2))
+    row = rows(any_storage)[0]
+    assert (row.state, row.user_attrs["stopped"]) == (TrialState.PRUNED, True)
+    assert row.user_attrs["best_epoch"] == 2
+    drive(ledger)
+    assert states(any_storage) == [TrialState.PRUNED, *[TrialState.COMPLETE] * 5]
+    assert ledger.outcome() == ("succeed", None)
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_trial_that_is_stopped_by_its_process_end_is_not_tried_again(
+    epochs: int, storage: BaseStorage
+) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    if epochs:
+        assert ledger.record(task, report(task, 1))
+    wish(journal, stopping=frozenset({0}))
+    ledger.lost(task, "killed")
+    row = rows(storage)[0]
+    if epochs:
+        assert row.state == TrialState.PRUNED
+    else:
+        assert (row.state, row.user_attrs["failure_class"]) == (TrialState.FAIL, "cancelled")
+    assert "lost_attempts" not in row.user_attrs
+    following = ledger.next_task()
+    assert following is not None
+    assert following.number == 1
+
+
+def test_waiting_trial_that_is_to_stop_is_not_begun_again(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    first = open_ledger(spec(), storage, journal).next_task()
+    assert first is not None
+    wish(journal, stopping=frozenset({0}))
+    drive(open_ledger(spec(), storage, journal))
+    assert states(storage) == [TrialState.FAIL, *[TrialState.COMPLETE] * 5]
+
+
+def test_trial_that_comes_to_its_end_before_it_is_stopped_is_complete(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    wish(journal, stopping=frozenset({0}))
+    assert not ledger.record(task, report(task, 3))
+    assert states(storage) == [TrialState.COMPLETE]
+
+
+@pytest.mark.parametrize("spoken", [True, False])
+def test_process_of_a_trial_that_is_stopped_is_killed_once_it_is_known(
+    storage: BaseStorage, spoken: bool
+) -> None:
+    worker = subprocess.Popen(["sleep", "60"])
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    search = StudySearch(ledger, {})
+    search.suggest("a")
+    if spoken:
+        search.on_report("a", worker.pid)
+    search.end_stopped()
+    assert worker.poll() is None, "nobody has asked for it"
+    wish(journal, stopping=frozenset({0}))
+    ledger.heed(journal.beat())
+    search.end_stopped()
+    if spoken:
+        assert worker.wait(10) == -signal.SIGKILL
+        search.on_trial_complete("a", error=True)
+        assert search.suggest("b")["task"].number == 1
+    else:
+        assert worker.poll() is None
+        worker.kill()
+        worker.wait()
+
+
+def test_pinned_best_stays_whatever_others_reach(storage: BaseStorage, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path.as_uri())
+    journal = MemoryJournal()
+    wanted = spec(retention={"bests_per_arm": 1})
+    journal.orders = replace(journal.orders, budget=wanted.budget, pinned=frozenset({0}))
+    ledger = StudyLedger(wanted, SWEEP, storage, journal, store)
+
+    def work(task: Task) -> Iterator[Report]:
+        store.save_best(SWEEP, task.number, {"weights": b"w"})
+        yield replace(with_loss(report(task, 3), 5.0 - task.number / 10))
+
+    drive(ledger, work)
+    assert kept(store) == [0, 4, 5], "the pinned one, and the best of each arm"
+    wish(journal, pinned=frozenset())
+    StudyLedger(wanted, SWEEP, storage, journal, store)
+    assert kept(store) == [4, 5]
+
+
+def kept(store: CheckpointStore) -> list[int]:
+    return sorted(file.number for file in store.files() if file.name == "best.tar")
+
+
+# Trials at once.
+
+
+def test_no_more_trials_run_at_once_than_may_and_the_number_may_change(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    wish(journal, max_concurrent=2)
+    first, second = ledger.next_task(), ledger.next_task()
+    assert first is not None
+    assert second is not None
+    assert ledger.next_task() is None
+    assert not ledger.exhausted
+    wish(journal, max_concurrent=3)
+    assert ledger.next_task() is not None
+    wish(journal, max_concurrent=1)
+    assert not ledger.record(first, report(first, 3))
+    assert ledger.next_task() is None, "two run, and one may"
+    assert ledger.record(second, report(second, 1)), "what runs is not ended for it"
+    ledger.lost(second, "killed")
+    assert ledger.next_task() is None
+    wish(journal, max_concurrent=None)
+    drive(ledger)
+    assert len(rows(storage)) == 6
+
+
+def test_search_that_is_full_asks_nobody(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    wish(journal, max_concurrent=1)
+    search = StudySearch(ledger, {})
+    assert search.suggest("a") is not None
+    journal.fenced = True  # whoever beats now is told so
+    assert search.suggest("b") is None
+
+
+@pytest.mark.parametrize("failure", ["diverged", "user_error"])
+def test_trial_that_fails_while_it_is_being_stopped_keeps_its_own_words(
+    storage: BaseStorage, failure: str
+) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    task = ledger.next_task()
+    assert task is not None
+    wish(journal, stopping=frozenset({0}))
+    assert not ledger.record(task, failed(failure))
+    assert rows(storage)[0].user_attrs["failure_class"] == failure
