@@ -14,10 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service import event_routes, routes, webhook_routes
 from service.access import Access, Gate, described
 from service.dashboard import dashboard_routes
 from service.docs import docs
 from service.errors import InvalidSpec, Problem, ServiceError
+from service.event_log import EventLog
 from service.idempotency import Idempotency
 from service.launcher import Launcher, owner_of
 from service.origins import OwnOrigin, SecurityHeaders, secure
@@ -32,14 +34,16 @@ from service.problems import (
 from service.rates import Rates
 from service.reconciler import Reconciler
 from service.retention import collect_orphans
-from service.routes import ROUTERS
 from service.settings import Settings
 from service.sign_in import signing_in
+from service.streams import Streams
 from service.studies import open_closing_storage
 from service.sweeps import build_controller
 from service.tokens import Tokens
 from service.version import own_version
+from service.webhooks import Deliverer, Webhooks
 
+ROUTERS = (*routes.ROUTERS, event_routes.events, webhook_routes.webhooks)
 MAX_BODY_BYTES = 1024 * 1024
 ALL_ROUTERS = (*ROUTERS, docs, signing_in)
 
@@ -59,12 +63,17 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     closing = partial(open_closing_storage, settings.resolved_database_url)
     reconciler = Reconciler(records, storage, store, launcher, settings.running_sweeps, collect, closing)
 
+    webhooks = Webhooks(records.engine, to_private=settings.webhooks_to_private)
+    deliverer = Deliverer(webhooks, lambda: reconciler.holds_lease)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         reconciler.start()
+        deliverer.start()
         try:
             yield
         finally:
+            await run_in_threadpool(deliverer.stop)
             await run_in_threadpool(reconciler.stop, stop_drivers=settings.stop_drivers)
 
     app = FastAPI(
@@ -77,6 +86,9 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
         redoc_url=None,
     )
     app.state.controller = controller
+    app.state.events = EventLog(records.engine)
+    app.state.webhooks = webhooks
+    app.state.streams = Streams(app.state.events, controller.look, settings.max_streams)
     app.state.idempotency = Idempotency(records.engine)
     for router in ALL_ROUTERS:
         app.include_router(router)

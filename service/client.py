@@ -3,21 +3,24 @@
 import base64
 import contextlib
 import hashlib
+import math
 import os
 import re
 import secrets
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, TypeVar, cast
+from typing import Any, BinaryIO, Literal, Self, TypeVar, cast
 
 import httpx
+from httpx_sse import EventSource, ServerSentEvent
 from pydantic import ValidationError
 
 from service.errors import CommandFailed
+from service.events import AnyEvent, AnyEventPage, read_event
 from service.schemas import (
     Health,
     PointList,
@@ -31,9 +34,16 @@ from service.schemas import (
     Validation,
     View,
 )
+from service.webhook_schemas import NewWebhook, TestedWebhook, WebhookList, WebhookView
 from trials.spec import SweepSpec
 
 TIMEOUT_S = 30.0
+UNREACHABLE_S = 60.0
+"""How long a watcher waits for a service that is gone, say because it is being restarted."""
+PAUSE_S = 0.5
+"""Before a stream that was cut off is asked for again."""
+SILENCE_S = 45.0
+"""Three heartbeats of a stream; then it is taken for dead."""
 AGAIN_AFTER_S = (0.2, 1.0)
 """Seconds to wait before a request, of which nothing was heard, is sent again."""
 
@@ -140,6 +150,74 @@ class FraternalClient:
     def best(self, sweep_id: str) -> TrialView:
         return self._ask("GET", f"{_path(sweep_id)}/best", TrialView)
 
+    def event_page(self, sweep_id: str, after: int = 0, limit: int = 1000) -> AnyEventPage:
+        """What has happened in a sweep after an event, the earliest first."""
+        return self._ask(
+            "GET",
+            f"{_path(sweep_id)}/events",
+            AnyEventPage,
+            params={"after": after, "limit": limit},
+            headers={"accept": "application/json"},
+        )
+
+    def events_so_far(self, sweep_id: str, after: int = 0) -> Iterator[AnyEvent]:
+        page = self.event_page(sweep_id, after)
+        yield from page.events
+        while page.has_more:
+            page = self.event_page(sweep_id, page.next_after)
+            yield from page.events
+
+    def events(self, sweep_id: str, after: int | Literal["newest"] = 0) -> Iterator[AnyEvent]:
+        """What happens in a sweep after an event, as it comes, until the sweep is over or deleted.
+
+        A service that goes away is waited for, and nothing is missed or told twice. Raises ServiceUnreachable
+        where it does not return within a minute, or never was.
+        """
+        cursor, answered_at = str(after), -math.inf
+        while True:
+            try:
+                with self._reaching(), self._open_stream(sweep_id, cursor) as response:
+                    for told in self._stream_of(response):
+                        answered_at, cursor = time.monotonic(), told.id
+                        if told.event in {"end", "deleted"}:
+                            return
+                        if told.data:
+                            yield read_event(told.data)
+                    if response.status_code == 204:  # it is over, and was all told
+                        return
+            except (ServiceUnreachable, ApiError) as error:
+                patient = isinstance(error, ServiceUnreachable) or error.status == 503
+                if not patient or time.monotonic() - answered_at > UNREACHABLE_S:
+                    raise
+            time.sleep(PAUSE_S)
+
+    def _open_stream(self, sweep_id: str, cursor: str) -> AbstractContextManager[httpx.Response]:
+        timeout = httpx.Timeout(self._http.timeout.connect, read=SILENCE_S)
+        accept = {"accept": "text/event-stream"}
+        path = f"{_path(sweep_id)}/events"
+        return self._http.stream("GET", path, params={"after": cursor}, headers=accept, timeout=timeout)
+
+    def _stream_of(self, response: httpx.Response) -> Iterator[ServerSentEvent]:
+        if response.is_error:
+            response.read()
+        self._require_success(response)
+        if response.status_code != 204:
+            yield from EventSource(response).iter_sse()
+
+    def create_webhook(self, body: dict[str, Any]) -> NewWebhook:
+        return self._ask("POST", "/v1/webhooks", NewWebhook, json=body)
+
+    def list_webhooks(self) -> list[WebhookView]:
+        """The oldest first."""
+        return self._ask("GET", "/v1/webhooks", WebhookList).webhooks
+
+    def test_webhook(self, webhook_id: str) -> TestedWebhook:
+        return self._ask("POST", f"{_webhook_path(webhook_id)}:test", TestedWebhook)
+
+    def delete_webhook(self, webhook_id: str) -> None:
+        with self._reaching():
+            self._require_success(self._http.delete(_webhook_path(webhook_id)))
+
     def check_ready(self) -> Health:
         """Raises ApiError with status 503 while something is missing."""
         return self._ask("GET", "/readyz", Health)
@@ -210,9 +288,7 @@ class FraternalClient:
             return
         try:
             problem = response.json()
-            errors = "".join(
-                f"\n  {error['pointer'] or 'body'}: {error['message']}" for error in problem["errors"]
-            )
+            errors = "".join(f"\n  {_placed(error)}" for error in problem["errors"])
             text = problem["title"] + errors if errors else problem["detail"]
             raise ApiError(response.status_code, problem["code"], self._without_token(text))
         except (ValueError, KeyError, TypeError) as error:
@@ -258,6 +334,12 @@ def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str |
     return written
 
 
+def _placed(error: dict[str, Any]) -> str:
+    """What is wrong, after where; what is said of a parameter names it."""
+    message = str(error["message"])
+    return message if error.get("parameter") else f"{error['pointer'] or 'body'}: {message}"
+
+
 def _sendable(token: str) -> str:
     """Raises ClientError without the token in it: as a header, httpx would name it."""
     if not (token.isascii() and token.isprintable() and token and " " not in token):
@@ -269,6 +351,12 @@ def _path(sweep_id: str) -> str:
     if not sweep_id or not sweep_id.replace("-", "").replace("_", "").isalnum():
         raise ClientError(f"{sweep_id!r} is no sweep id: letters, digits, - and _; `fraternal ls` lists them")
     return f"/v1/sweeps/{sweep_id}"
+
+
+def _webhook_path(webhook_id: str) -> str:
+    if not webhook_id.isalnum():
+        raise ClientError(f"{webhook_id!r} is no webhook's id; `fraternal webhook ls` lists them")
+    return f"/v1/webhooks/{webhook_id}"
 
 
 @contextmanager

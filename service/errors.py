@@ -37,6 +37,13 @@ class NoCheckpointYet(ServiceError):
     code = "no_checkpoint_yet"
 
 
+class InvalidCursor(ServiceError):
+    """No event of this sweep has this id."""
+
+    status = 422
+    code = "invalid_cursor"
+
+
 class IllegalMove(ServiceError):
     """The sweep's state does not allow this."""
 
@@ -201,6 +208,19 @@ class BadParameter(InvalidSpec):
 
     def __init__(self, parameter: str, code: str, message: str) -> None:
         super().__init__([Problem("", code, f"{parameter}: {message}", parameter)])
+
+
+class InvalidWebhook(InvalidSpec):
+    """Nothing can be sent there, or not of that."""
+
+    code = "invalid_webhook"
+
+
+class WebhookNotFound(ServiceError):
+    """There is no such webhook."""
+
+    status = 404
+    code = "webhook_not_found"
 
 
 class CommandFailed(Exception):

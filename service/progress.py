@@ -1,10 +1,13 @@
 """How far something is: one live line on a terminal, now and then a plain one elsewhere."""
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -14,14 +17,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from service.client import FraternalClient, ServiceUnreachable
+from service.client import UNREACHABLE_S, FraternalClient, ServiceUnreachable
+from service.events import AnyEvent
 from service.lifecycle import TERMINAL_STATES
 from service.schemas import SweepView
 from trials.perplexity import perplexity
 
 SECONDS_BETWEEN_LINES = 5.0
-UNREACHABLE_S = 60.0
-"""How long a watcher waits for a service that is gone, say because it is being restarted."""
+SLICE_S = 0.1
+SLICES_BETWEEN_LOOKS = 10
+LOOK_S = 10.0
+"""A watched sweep is looked at so often where no event asks for it."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +150,11 @@ def follow(
 ) -> SweepView:
     """Show a sweep's progress until it ends, or is paused; returns how it stands then.
 
+    It is looked at when something happens, at most once a second.
     A service that goes away is waited for. Raises ServiceUnreachable if it does not return, or never was.
     """
     answered_at, was_paused = -math.inf, False
+    news = _News(client, sweep_id)
     with ProgressDisplay(console) as display:
         while True:
             try:
@@ -163,7 +171,53 @@ def follow(
             except ServiceUnreachable:
                 if time.monotonic() - answered_at > UNREACHABLE_S:
                     raise
-            pause(1.0)
+            news.wait(pause, partial(_redraw, display, sweep))
+
+
+def _redraw(display: ProgressDisplay, sweep: SweepView) -> None:
+    display.show(of_sweep(sweep))
+
+
+class _News:
+    """Whether something has happened in a sweep, by its stream of events, which a thread follows."""
+
+    def __init__(self, client: FraternalClient, sweep_id: str) -> None:
+        self._client = client
+        self._sweep_id = sweep_id
+        self._told = threading.Event()
+        self._following = threading.Thread(target=self._follow)
+
+    def wait(self, pause: Callable[[float], Any], tick: Callable[[], None]) -> None:
+        """A second, then until something happens; `tick` once a second. Without a stream, a second."""
+        if not self._following.is_alive():
+            self._told.set()  # something may have happened before the stream was there
+            self._following = threading.Thread(target=self._follow, name="news", daemon=True)
+            self._following.start()
+        for number in range(1, round(LOOK_S / SLICE_S)):
+            pause(SLICE_S)
+            if number < SLICES_BETWEEN_LOOKS:
+                continue
+            if self._told.is_set() or not self._following.is_alive():
+                break
+            if number % SLICES_BETWEEN_LOOKS == 0:
+                tick()
+        self._told.clear()
+
+    def _follow(self) -> None:
+        with suppress(Exception):  # who asks for the sweep itself hears what is wrong
+            for _ in self._client.events(self._sweep_id, "newest"):
+                self._told.set()
+
+
+def event_line(event: AnyEvent) -> str:
+    """An event for people: when, which, what."""
+    detail = event.detail if isinstance(event.detail, dict) else event.detail.model_dump()
+    said = ", ".join(f"{name} {_shown(value)}" for name, value in detail.items() if value is not None)
+    return f"{event.at:%Y-%m-%d %H:%M:%S}  {event.id:>6}  {event.kind:<16}  {said}".rstrip()
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).strip().rpartition("\n")[2]
 
 
 def _changed(before: Snapshot | None, after: Snapshot) -> bool:

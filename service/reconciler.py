@@ -15,9 +15,9 @@ from service.errors import UnreadableSpec
 from service.launcher import Launcher
 from service.lifecycle import MOVING, WITH_DRIVER, Verb
 from service.records import LEASE, Records, SweepRecord
-from trials.ledger import Fenced
+from trials.ledger import Fenced, told_of_end
 from trials.store import CheckpointStore
-from trials.studies import Failure, close_open_trials, delete_study, studies_of
+from trials.studies import Failure, close_open_trials, delete_study, find_rows, studies_of
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,11 @@ class Reconciler:
                 self._launcher.end(record.id)
                 self._records.set_driver(record.id, record.generation, None)
         self._records.give_lease_up(LEASE_NAME, self._launcher.identity())
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether this service acts, as of its latest look."""
+        return self._holds_lease
 
     def _acts(self) -> bool:
         """Whether this controller is the one that acts: of several at one database, one does."""
@@ -234,6 +239,8 @@ class Reconciler:
             close_open_trials(study, storage, failure)
             for left in set(studies_of(sweep_id, storage)) - {study}:
                 delete_study(left, storage)
+        rows = find_rows(study, self._storage)
+        self._records.tell_of_ends(sweep_id, [told_of_end(row) for row in rows if row.state.is_finished()])
 
     def _delete(self, record: SweepRecord) -> None:
         """Remove all that a sweep has. Its row goes last: the next look makes a crash on the way good."""

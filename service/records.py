@@ -1,6 +1,6 @@
 """Sweeps, their epochs and events as rows; and what a driver may write, fenced by its generation."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -32,6 +32,7 @@ from service.errors import (
     SweepNotFound,
     UnreadableSpec,
 )
+from service.event_log import find_ends_told, write_event
 from service.lifecycle import (
     MOVES,
     MOVING,
@@ -46,7 +47,8 @@ from service.lifecycle import (
 from service.listing import page_of_sweeps
 from service.pages import SweepQuery
 from service.tables import epochs, events, leases, points, sweeps, trial_wishes
-from trials.ledger import Fenced, JournalAway, Orders
+from trials.ledger import Fenced, JournalAway, Orders, untold
+from trials.perplexity import finite_perplexity
 from trials.spec import Budget, SweepSpec
 
 LEASE = timedelta(seconds=20)
@@ -144,7 +146,7 @@ class Records:
             given = [_point(sweep_id, point) for point in spec.points]
             if given:
                 connection.execute(insert(points).values(given))
-            connection.execute(_event(sweep_id, "sweep_submitted", {}))
+            write_event(connection, sweep_id, "sweep_submitted", {})
             return _done(connection, sweep_id, within)
 
     def get_sweep(self, sweep_id: str) -> SweepRecord:
@@ -223,7 +225,7 @@ class Records:
                 row = _locked_row(connection, sweep_id)
                 if (row["revision"], row["state"]) == (record.revision, record.state):
                     _bump(connection, sweep_id, {"spec": spec})
-                    connection.execute(_event(sweep_id, "sweep_changed", {"fields": sorted(fields)}))
+                    write_event(connection, sweep_id, "sweep_changed", {"fields": sorted(fields)})
                     return _done(connection, sweep_id, within)
 
     def extend(
@@ -272,7 +274,7 @@ class Records:
         with self.engine.begin() as connection:
             fenced = connection.execute(update(sweeps).where(same).values(values)).rowcount == 1
             if fenced:
-                connection.execute(_event(record.id, "driver_fenced", {"generation": generation}))
+                write_event(connection, record.id, "driver_fenced", {"generation": generation})
         return generation if fenced else None
 
     def release(self, record: SweepRecord) -> None:
@@ -287,7 +289,7 @@ class Records:
         }
         with self.engine.begin() as connection:
             if connection.execute(update(sweeps).where(same).values(values)).rowcount == 1:
-                connection.execute(_event(record.id, "driver_stopped", {"generation": record.generation}))
+                write_event(connection, record.id, "driver_stopped", {"generation": record.generation})
 
     def finish(
         self,
@@ -428,7 +430,7 @@ class Records:
                 values = {"pinned": False, "stopping": False, **wishes, **key}
                 connection.execute(insert(trial_wishes).values(values))
             _bump(connection, sweep_id, {})
-            connection.execute(_event(sweep_id, kind, {"number": number}))
+            write_event(connection, sweep_id, kind, {"number": number})
             return _done(connection, sweep_id, within)
 
     def add_point(
@@ -440,7 +442,7 @@ class Records:
             made = connection.execute(insert(points).values(_point(sweep_id, params)).returning(points))
             point = made.mappings().one()
             _bump(connection, sweep_id, {})
-            connection.execute(_event(sweep_id, "point_added", {"point": point["id"]}))
+            write_event(connection, sweep_id, "point_added", {"point": point["id"]})
             if within is not None:
                 within(connection, point)
             return point
@@ -458,7 +460,7 @@ class Records:
             _locked_row(connection, sweep_id)
             if connection.execute(delete(points).where(of_point & points.c.draw.is_(None))).rowcount:
                 _bump(connection, sweep_id, {})
-                connection.execute(_event(sweep_id, "point_removed", {"point": point_id}))
+                write_event(connection, sweep_id, "point_removed", {"point": point_id})
                 return
             draw = connection.execute(select(points.c.draw).where(of_point)).scalar_one_or_none()
         if draw is None:
@@ -471,6 +473,13 @@ class Records:
         query = select(events).where(events.c.sweep_id == sweep_id).order_by(events.c.id)
         with self.engine.connect() as connection:
             return list(connection.execute(query).mappings())
+
+    def tell_of_ends(self, sweep_id: str, ends: Sequence[dict[str, Any]]) -> None:
+        """Write the events of trials that have ended; of those that have been told of, nothing."""
+        with self.engine.begin() as connection:
+            if _locked_row(connection, sweep_id, required=False) is not None:
+                for end in untold(ends, find_ends_told(connection, sweep_id)):
+                    write_event(connection, sweep_id, "trial_finished", end)
 
     def ping(self) -> None:
         """Raises sqlalchemy.exc.SQLAlchemyError if the database does not answer."""
@@ -511,11 +520,16 @@ class SweepJournal:
             connection.execute(
                 insert(epochs).values({**values, **key, "attempt": attempt, "recorded_at": naive(now())})
             )
+            write_event(connection, self._sweep_id, "epoch_finished", _told_of(number, attempt, epoch))
 
     def recorded_epochs(self, number: int) -> int:
         mine = (epochs.c.sweep_id == self._sweep_id) & (epochs.c.number == number)
         with self._reaching() as connection:
             return connection.execute(select(func.max(epochs.c.epoch)).where(mine)).scalar_one() or 0
+
+    def ends_told(self) -> set[tuple[int, int | None]]:
+        with self._reaching() as connection:
+            return find_ends_told(connection, self._sweep_id)
 
     def point_of(self, draw: int, *, take: bool) -> Mapping[str, Any] | None:
         mine = select(points).where(points.c.sweep_id == self._sweep_id).order_by(points.c.id).limit(1)
@@ -532,7 +546,7 @@ class SweepJournal:
     def record_event(self, kind: str, **detail: Any) -> None:
         with self._reaching() as connection:
             self._renew(connection)
-            connection.execute(_event(self._sweep_id, kind, detail))
+            write_event(connection, self._sweep_id, kind, detail)
 
     def ask_to_pause(self, reason: str) -> None:
         with self._reaching() as connection:
@@ -576,6 +590,15 @@ def _renew(connection: Connection, sweep_id: str, generation: int) -> Orders:
     return Orders(state, _budget(to_json(budget)), _running_s(ran_s, aware(since)), most)
 
 
+def _told_of(number: int, attempt: int, epoch: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "number": number,
+        "attempt": attempt,
+        **{name: epoch[name] for name in ("epoch", "train_loss", "valid_loss", "is_best")},
+        "valid_perplexity": finite_perplexity(epoch["valid_loss"]),
+    }
+
+
 def _hold(connection: Connection, sweep_id: str, generation: int) -> None:
     """Take the row's write lock, if the sweep is still of this generation."""
     mine = (sweeps.c.id == sweep_id) & (sweeps.c.generation == generation)
@@ -603,10 +626,6 @@ def fence_writes(engine: Engine, sweep_id: str, generation: int, *, of_driver: b
     @event.listens_for(engine, "rollback")
     def forget(connection: Connection) -> None:
         connection.info.pop("fenced", None)
-
-
-def _event(sweep_id: str, kind: str, detail: dict[str, Any]) -> Any:
-    return insert(events).values(sweep_id=sweep_id, at=naive(now()), kind=kind, detail=detail)
 
 
 def _locked_row(connection: Connection, sweep_id: str, *, required: bool = True) -> Any:
@@ -637,7 +656,7 @@ def _move(connection: Connection, row: RowMapping, verb: Verb, values: dict[str,
         changes["revision"] = row["revision"] + 1
     connection.execute(update(sweeps).where(sweeps.c.id == row["id"]).values(changes))
     generation = changes.get("generation", row["generation"])
-    connection.execute(_event(row["id"], MOVES[verb].event, {"generation": generation, "state": after}))
+    write_event(connection, row["id"], MOVES[verb].event, {"generation": generation, "state": after})
     return after
 
 

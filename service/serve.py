@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -21,9 +22,11 @@ from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import LocalLauncher
 from service.revisions import check_schema, database_errors, is_missing
 from service.settings import Settings, read_settings
+from service.streams import Abortable, Streams
 from service.tokens import has_valid_token
 
 SECONDS_FOR_OPEN_REQUESTS = 5
+FILES_BESIDE_STREAMS = 1024
 
 
 class _PatientServer(uvicorn.Server):
@@ -31,9 +34,18 @@ class _PatientServer(uvicorn.Server):
 
     told_by: int | None = None
 
+    def __init__(self, config: uvicorn.Config, streams: Streams) -> None:
+        super().__init__(config)
+        self._streams = streams
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.told_by = sig
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Streams do not end by themselves: it would wait for them in vain."""
+        self._streams.close()
+        await super().shutdown(sockets)
 
 
 def serve_until_stopped(**given: Any) -> None:
@@ -42,17 +54,19 @@ def serve_until_stopped(**given: Any) -> None:
     _require_token_off_loopback(settings)
     os.environ["TZ"] = "UTC"  # Optuna stamps trials with naive local time
     time.tzset()
+    _allow_files(settings.max_streams + FILES_BESIDE_STREAMS)
     with _sole_user_of(settings.data_dir), _listening(settings) as listener:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         with database_errors():
             application = create_app(settings, LocalLauncher(settings))
         server = _PatientServer(
             uvicorn.Config(
-                application,
+                Abortable(application),
                 log_level="warning",
                 timeout_graceful_shutdown=SECONDS_FOR_OPEN_REQUESTS,
                 server_header=False,
-            )
+            ),
+            application.state.streams,
         )
         signal.signal(signal.SIGHUP, server.handle_exit)
         listener.listen()
@@ -83,6 +97,14 @@ def _require_token_off_loopback(settings: Settings) -> None:
 
 def _has_valid_token(url: str) -> bool:
     return has_valid_token(create_engine(url, poolclass=NullPool))  # without our pragmas, which would write
+
+
+def _allow_files(wished: int) -> None:
+    """Each connection is an open file, of which a process may have few by default: as many as is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wished if hard == resource.RLIM_INFINITY else min(wished, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 @contextmanager

@@ -125,6 +125,10 @@ class SweepController:
         """Raises SweepNotFound."""
         return self.views.detail(self.records.get_sweep(sweep_id))
 
+    def look(self, sweep_id: str) -> SweepView:
+        """As `get`, also where the spec makes no sense. Raises SweepNotFound."""
+        return self.views.sweep(self.records.get_sweep(sweep_id))
+
     def trials(self, sweep_id: str) -> list[TrialView]:
         """In the order of their numbers. Raises SweepNotFound."""
         return self.views.trials(self.records.get_sweep(sweep_id))

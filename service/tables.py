@@ -7,6 +7,7 @@ from sqlalchemy import (
     DateTime,
     Float,
     ForeignKey,
+    Index,
     Integer,
     MetaData,
     String,
@@ -83,6 +84,8 @@ events = Table(
     Column("at", DateTime, nullable=False),
     Column("kind", String(64), nullable=False),
     Column("detail", JSON, nullable=False),
+    Column("once", String(96)),  # of what is told of one time in a sweep: which
+    Index("ix_fraternal_events_once", "sweep_id", "once", unique=True),
 )
 
 points = Table(
@@ -157,18 +160,23 @@ webhooks = Table(
     Column("url", Text, nullable=False),
     Column("secret", Text, nullable=False),  # signs what is sent, so it cannot be a digest
     Column("kinds", JSON(none_as_null=True)),  # of events; null: all
-    Column("sweep_id", String(40), ForeignKey("fraternal_sweeps.id", ondelete="CASCADE"), index=True),
+    Column("sweep_id", String(40), index=True),  # null: all; outlives its sweep, until all is delivered
     Column("created_at", DateTime, nullable=False),
+    Column("attempts", Integer, nullable=False),  # in vain, since the last one that was not
+    Column("due_at", DateTime),  # after an attempt in vain, when the next one is
     Column("delivered_at", DateTime),
     Column("failed_at", DateTime),
     Column("failure", Text),
+    Column("dropped", Integer, nullable=False),  # deliveries that were given up
+    Column("disabled_at", DateTime),
 )
 
 deliveries = Table(
     "fraternal_deliveries",  # events on their way to webhooks, written with the event itself
     metadata,
-    Column("webhook_id", ForeignKey("fraternal_webhooks.id", ondelete="CASCADE"), primary_key=True),
-    Column("event_id", ForeignKey("fraternal_events.id", ondelete="CASCADE"), primary_key=True),
-    Column("attempts", Integer, nullable=False),
-    Column("due_at", DateTime, nullable=False, index=True),
+    Column("id", Integer, primary_key=True, autoincrement=True),  # the order in which they are sent
+    Column("webhook_id", ForeignKey("fraternal_webhooks.id", ondelete="CASCADE"), nullable=False, index=True),
+    Column("message_id", String(80), nullable=False),
+    Column("body", Text, nullable=False),  # so that it outlives its event, when the sweep is deleted
+    Column("created_at", DateTime, nullable=False),
 )

@@ -134,7 +134,13 @@ class MemoryJournal:
     def record_event(self, kind: str, **detail: Any) -> None:
         self.beat()
         self.before_write()
-        self.events.append((kind, detail))
+        once = {name: detail.get(name) for name in ("number", "attempt")}
+        of_kind = [told for of, told in self.events if of == kind]
+        if None in once.values() or not any(once.items() <= told.items() for told in of_kind):
+            self.events.append((kind, detail))
+
+    def ends_told(self) -> set[tuple[int, int | None]]:
+        return {(told["number"], told["attempt"]) for of, told in self.events if of == "trial_finished"}
 
 
 def valid_loss(number: int, epoch: int) -> float:

@@ -14,7 +14,9 @@ from service.app import create_app
 from service.database import open_engine
 from service.launcher import Capacity
 from service.records import Records, SweepJournal
+from service.serve import _PatientServer
 from service.settings import Settings
+from service.streams import Abortable
 from service.studies import open_storage, study_to_go_on_with, write_down
 from trials.ledger import Report, StudyLedger, Task
 from trials.spec import SweepSpec
@@ -104,7 +106,7 @@ class PlayingLauncher:
         return Report(result, finished, None, epoch, loss, sha256, "cpu")
 
 
-class _Server(uvicorn.Server):
+class _Server(_PatientServer):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the test run's."""
@@ -115,20 +117,21 @@ class _Server(uvicorn.Server):
 def played_service(data_dir: Path, *, plays: bool = True, **given: Any) -> Iterator[httpx.Client]:
     """A client of a service that runs in this process; unless it plays, its sweeps stay queued.
 
-    It listens on loopback, whatever `host` its settings are given.
+    What is given are settings; it listens on loopback, whatever `host` they have.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
-    settings = Settings(data_dir=data_dir, port=0, **given)
+    settings = Settings(data_dir=data_dir, **{"port": 0, **given})
     launcher = PlayingLauncher(settings)
     app = create_app(settings, launcher)
     server = _Server(
         uvicorn.Config(
-            app,
-            port=0,
+            Abortable(app),
+            port=settings.port,
             log_level="critical",
             lifespan="on" if plays else "off",
             timeout_keep_alive=60,  # a busy machine may let a test wait for longer than by default
-        )
+        ),
+        app.state.streams,
     )
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -53,7 +53,8 @@ def small_spec(corpus: Path, **changes: Any) -> dict[str, Any]:
 class ServiceProcess:
     """`fraternal serve` on a free port, over one data directory; can be killed and started again."""
 
-    def __init__(self, data_dir: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, data_dir: Path, environment: Mapping[str, str] | None = None, port: int = 0) -> None:
+        self._port = port
         self.data_dir = data_dir
         self.submitted: list[str] = []
         """Ids of the sweeps."""
@@ -70,7 +71,7 @@ class ServiceProcess:
         if self._process is not None:
             self._process.communicate()
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        where = ["--port", "0", "--data-dir", str(self.data_dir)]
+        where = ["--port", str(self._port), "--data-dir", str(self.data_dir)]
         with (self.data_dir / "service.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "service.cli", "serve", *where],

@@ -240,6 +240,7 @@ def test_rows_are_those_of_one_moment_whatever_is_written_meanwhile(service: Ser
             service.journal.record_epoch(OPEN, 1, epoch_fields(OPEN, 2))
             service.journal.record_event("too late")
 
+    before = service.records.list_events("s1")
     event.listen(Engine, "before_cursor_execute", write)
     try:
         make_backup(service.settings, tmp_path / "backup", quiet)
@@ -247,7 +248,7 @@ def test_rows_are_those_of_one_moment_whatever_is_written_meanwhile(service: Ser
         event.remove(Engine, "before_cursor_execute", write)
     copied = Records(open_engine(f"sqlite:///{tmp_path / 'backup' / DATABASE}"))
     assert len(copied.curve("s1", OPEN)) == 1
-    assert [event["kind"] for event in copied.list_events("s1")] == ["sweep_submitted", "driver_started"]
+    assert copied.list_events("s1") == before
     assert [event["kind"] for event in service.records.list_events("s1")][-1] == "too late"
     copied.engine.dispose()
 

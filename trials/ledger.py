@@ -20,7 +20,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from trials.corpora import CorpusSpec
-from trials.perplexity import perplexity
+from trials.perplexity import finite_perplexity, perplexity
 from trials.pruners import intermediate_epochs, rung_epochs
 from trials.samplers import suggest
 from trials.spec import Budget, FailureClass, SweepSpec, TrialConfig
@@ -75,7 +75,11 @@ class Journal(Protocol):
     def point_of(self, draw: int, *, take: bool) -> Mapping[str, Any] | None:
         """The values that a client wants a draw to have; with `take`, the next of those that no draw has."""
 
-    def record_event(self, kind: str, **detail: Any) -> None: ...
+    def record_event(self, kind: str, **detail: Any) -> None:
+        """Add to the sweep's story; what becomes of a trial's attempt is told once, however often said."""
+
+    def ends_told(self) -> set[tuple[int, int | None]]:
+        """Trials whose ends the story tells of, as (number, attempt); an earlier version wrote no attempt."""
 
     def ask_to_pause(self, reason: str) -> None:
         """Have the sweep paused, if it runs."""
@@ -204,6 +208,7 @@ class StudyLedger:
         self.limit: Limit | None = None
         """Of the budget, that the sweep has reached."""
         self._adopt_new_rows()
+        self._tell_of_ends()
         self._look_for_limits()
         self._discarded: set[int] = set()
         """Trials whose best checkpoints did not stay."""
@@ -219,6 +224,13 @@ class StudyLedger:
         if self._spec.retention.bests_per_arm is not None:
             self._discarded = set(range(len(rows))) - set(self._store.numbers_with_best(self.sweep_id))
             self._keep_bests()
+
+    def _tell_of_ends(self) -> None:
+        """A crash may have come between a trial's end and its event."""
+        rows = self._study.get_trials(deepcopy=False)
+        ends = [told_of_end(row) for row in rows if row.state.is_finished()]
+        for end in untold(ends, self._journal.ends_told()):
+            self._journal.record_event("trial_finished", **end)
 
     def _adopt_new_rows(self) -> None:
         """Those of an earlier driver; and one of our own, whose making was not answered."""
@@ -330,6 +342,8 @@ class StudyLedger:
         }
         for key, value in attributes.items():
             trial.set_user_attr(key, value)
+        recorded_epochs = self._journal.recorded_epochs(trial.number)
+        self._journal.record_event("trial_started", number=trial.number, arm=arm, attempt=attempt)
         return Task(
             sweep_id=self.sweep_id,
             number=trial.number,
@@ -339,7 +353,7 @@ class StudyLedger:
             config=config,
             corpus=self._spec.corpus,
             device="cuda" if self._spec.resources.gpus else "cpu",
-            recorded_epochs=self._journal.recorded_epochs(trial.number),
+            recorded_epochs=recorded_epochs,
             best_epoch=trial.user_attrs.get("best_epoch", 0),
             checkpoint_every_s=self._spec.retry.checkpoint_every_s,
             hang_s=self._spec.retry.hang_s,
@@ -512,7 +526,8 @@ class StudyLedger:
                 self._pause_if_alike()
 
     def _take_note_of_end(self, number: int, state: TrialState) -> None:
-        self._journal.record_event("trial_finished", number=number, state=state.name)
+        row = self._study.get_trials(deepcopy=False)[number]
+        self._journal.record_event("trial_finished", **told_of_end(row))
         del self._trials[number]
         if number in self._waiting:
             self._waiting.remove(number)
@@ -599,3 +614,25 @@ def _way_of_failing(row: FrozenTrial) -> tuple[str, str] | None:
     if row.state != TrialState.FAIL or failure_class in {None, "diverged", "cancelled"}:
         return None
     return failure_class, row.user_attrs["failure_message"].strip().rpartition("\n")[2]
+
+
+def told_of_end(row: FrozenTrial) -> dict[str, Any]:
+    """What the event `trial_finished` says of a row that has ended."""
+    attributes = row.user_attrs
+    failed = attributes if row.state == TrialState.FAIL else {}
+    return {
+        "number": row.number,
+        "state": row.state.name,
+        "attempt": attributes.get("attempt", 0),
+        "arm": attributes.get("arm"),
+        "best_epoch": attributes.get("best_epoch"),
+        "best_valid_loss": attributes.get("best_valid_loss"),
+        "best_valid_perplexity": finite_perplexity(attributes.get("best_valid_loss")),
+        "failure_class": failed.get("failure_class"),
+        "failure_message": failed.get("failure_message"),
+    }
+
+
+def untold(ends: Sequence[dict[str, Any]], told: set[tuple[int, int | None]]) -> list[dict[str, Any]]:
+    """Those of `ends`, as told_of_end makes them, that are not among what Journal.ends_told says."""
+    return [end for end in ends if not {(end["number"], end["attempt"]), (end["number"], None)} & told]

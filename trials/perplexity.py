@@ -9,3 +9,9 @@ def perplexity(loss: float | None) -> float:
         return math.exp(loss) if loss is not None else math.inf
     except OverflowError:
         return math.inf
+
+
+def finite_perplexity(loss: float | None) -> float | None:
+    """As JSON can say it: None where perplexity is infinite."""
+    value = perplexity(loss)
+    return value if math.isfinite(value) else None

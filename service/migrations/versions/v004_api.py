@@ -39,6 +39,8 @@ def number_what_is_tried_again(connection: sa.Connection) -> None:
 def upgrade() -> None:
     op.add_column("fraternal_sweeps", sa.Column("revision", sa.Integer, nullable=False, server_default="1"))
     op.add_column("fraternal_sweeps", sa.Column("retry_numbers", sa.JSON))
+    op.add_column("fraternal_events", sa.Column("once", sa.String(96)))
+    op.create_index("ix_fraternal_events_once", "fraternal_events", ["sweep_id", "once"], unique=True)
     number_what_is_tried_again(op.get_bind())
     op.execute("ALTER TABLE fraternal_sweeps DROP COLUMN retry_classes")
     op.create_table(
@@ -90,21 +92,21 @@ def upgrade() -> None:
         sa.Column("url", sa.Text, nullable=False),
         sa.Column("secret", sa.Text, nullable=False),
         sa.Column("kinds", sa.JSON),
-        sa.Column("sweep_id", sa.String(40), to("fraternal_sweeps"), index=True),
+        sa.Column("sweep_id", sa.String(40), index=True),
         sa.Column("created_at", sa.DateTime, nullable=False),
+        sa.Column("attempts", sa.Integer, nullable=False),
+        sa.Column("due_at", sa.DateTime),
         sa.Column("delivered_at", sa.DateTime),
         sa.Column("failed_at", sa.DateTime),
         sa.Column("failure", sa.Text),
+        sa.Column("dropped", sa.Integer, nullable=False),
+        sa.Column("disabled_at", sa.DateTime),
     )
     op.create_table(
         "fraternal_deliveries",
-        sa.Column(
-            "webhook_id",
-            sa.String(32),
-            to("fraternal_webhooks"),
-            primary_key=True,
-        ),
-        sa.Column("event_id", sa.Integer, to("fraternal_events"), primary_key=True),
-        sa.Column("attempts", sa.Integer, nullable=False),
-        sa.Column("due_at", sa.DateTime, nullable=False, index=True),
+        sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+        sa.Column("webhook_id", sa.String(32), to("fraternal_webhooks"), nullable=False, index=True),
+        sa.Column("message_id", sa.String(80), nullable=False),
+        sa.Column("body", sa.Text, nullable=False),
+        sa.Column("created_at", sa.DateTime, nullable=False),
     )

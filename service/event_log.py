@@ -1,0 +1,142 @@
+"""The append-only table of events, and the deliveries to webhooks that are written with it.
+
+Whoever writes an event holds the write lock of its sweep's row (service.records). So within a sweep, ids are
+in the order of the commits: who has read up to one of them has missed none below it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import (
+    Connection,
+    Engine,
+    RowMapping,
+    Select,
+    Table,
+    Text,
+    cast,
+    func,
+    insert,
+    literal,
+    select,
+    true,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+from service.database import naive, now
+from service.events import EventKind, encode_event, encode_message
+from service.lifecycle import State
+from service.tables import deliveries, events, sweeps, webhooks
+
+INSERT: Mapping[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
+    "sqlite": sqlite.insert,
+    "postgresql": postgresql.insert,
+}
+
+
+def write_event(connection: Connection, sweep_id: str, kind: EventKind | str, detail: dict[str, Any]) -> None:
+    """Write an event and, in the same transaction, what is to be sent of it to whom.
+
+    The sweep's row must be locked. What happens once in a sweep, an epoch of an attempt say, is told of once,
+    however often a transaction that was not answered is done again.
+    """
+    storable = {name: None if _is_no_number(value) else value for name, value in detail.items()}
+    values = {"sweep_id": sweep_id, "at": naive(now()), "kind": kind, "detail": storable}
+    statement = INSERT[connection.dialect.name](events).values({**values, "once": _once(kind, detail)})
+    written = statement.on_conflict_do_nothing(index_elements=["sweep_id", "once"]).returning(events.c.id)
+    event_id = connection.execute(written).scalar_one_or_none()
+    if event_id is not None:
+        _queue_deliveries(connection, {**values, "id": event_id})
+
+
+def _is_no_number(value: Any) -> bool:
+    """PostgreSQL takes none of these as JSON."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _once(kind: str, detail: Mapping[str, Any]) -> str | None:
+    """What an event is the only one of in its sweep; None for what may happen again in the same words."""
+    if not {"number", "attempt"} <= detail.keys():
+        return None
+    return ":".join(
+        str(part) for part in (kind, detail["number"], detail["attempt"], detail.get("epoch", ""))
+    )
+
+
+def _queue_deliveries(connection: Connection, row: dict[str, Any]) -> None:
+    """Each webhook that wants an event has it written down: none can miss it, however late it commits."""
+    named = cast(webhooks.c.kinds, Text).contains(f'"{row["kind"]}"', autoescape=True)
+    wants = (webhooks.c.kinds.is_(None) | named) & (
+        webhooks.c.sweep_id.is_(None) | (webhooks.c.sweep_id == row["sweep_id"])
+    )
+    message = {
+        "message_id": f"{row['sweep_id']}-{row['id']}",  # SQLite may use an id again once a sweep is deleted
+        "body": encode_message(row["kind"], row["at"], encode_event(row)),
+        "created_at": row["at"],
+    }
+    wanting = (
+        select(webhooks.c.id, *map(literal, message.values()))
+        .where(wants & webhooks.c.disabled_at.is_(None))
+        .with_for_update(read=True, key_share=True)  # one that is being deleted is waited for, and left out
+    )
+    connection.execute(insert(deliveries).from_select(["webhook_id", *message], wanting))
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one statement saw: a sweep's state, and events that were committed with it or before."""
+
+    state: State | None
+    """None: there is no such sweep."""
+    events: list[RowMapping]
+    """In the order of their ids."""
+
+
+class EventLog:
+    """Reads the table. Every method is one transaction."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def after(self, sweep_id: str, event_id: int, limit: int) -> Look:
+        """The first `limit` events that follow one."""
+        return self._look(sweep_id, select(events).where(events.c.id > event_id).order_by(events.c.id), limit)
+
+    def latest(self, sweep_id: str, limit: int) -> Look:
+        """The last `limit` events."""
+        return self._look(sweep_id, select(events).order_by(events.c.id.desc()), limit)
+
+    def newest_id(self, sweep_id: str) -> int:
+        """0 where a sweep has no events, or is not there."""
+        query = select(func.max(events.c.id)).where(events.c.sweep_id == sweep_id)
+        with self._engine.connect() as connection:
+            return connection.execute(query).scalar_one() or 0
+
+    def ends_told(self, sweep_id: str) -> set[tuple[int, int | None]]:
+        """Trials whose ends are told of, as (number, attempt); without an attempt by earlier versions."""
+        with self._engine.connect() as connection:
+            return find_ends_told(connection, sweep_id)
+
+    def _look(self, sweep_id: str, query: Select[Any], limit: int) -> Look:
+        some = query.where(events.c.sweep_id == sweep_id).limit(limit).subquery()
+        both = (
+            select(sweeps.c.state.label("state"), some)
+            .select_from(sweeps.outerjoin(some, true()))
+            .where(sweeps.c.id == sweep_id)
+            .order_by(some.c.id)
+        )
+        with self._engine.connect() as connection:
+            rows = connection.execute(both).mappings().all()
+        return Look(rows[0]["state"] if rows else None, [row for row in rows if row["id"] is not None])
+
+
+def find_sweep(connection: Connection, sweep_id: str) -> bool:
+    return connection.execute(select(sweeps.c.id).where(sweeps.c.id == sweep_id)).first() is not None
+
+
+def find_ends_told(connection: Connection, sweep_id: str) -> set[tuple[int, int | None]]:
+    told = (events.c.sweep_id == sweep_id) & (events.c.kind == "trial_finished")
+    details = connection.execute(select(events.c.detail).where(told)).scalars()
+    return {(detail["number"], detail.get("attempt")) for detail in details if isinstance(detail, dict)}
