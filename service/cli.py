@@ -13,8 +13,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from service import token_commands
+from service import steering_commands, token_commands, webhook_commands
 from service.errors import INTERRUPTED, CommandFailed
+from service.options import (
+    DEFAULT_DATA_DIR,
+    DEFAULT_URL,
+    AsJson,
+    DatabaseUrl,
+    DataDir,
+    Device,
+    Force,
+    Overrides,
+    SweepId,
+    TokenFile,
+    Url,
+    complain,
+    open_client,
+    parse_value,
+    say,
+)
 
 if TYPE_CHECKING:
     from service.client import FraternalClient
@@ -23,8 +40,6 @@ if TYPE_CHECKING:
 # Read when torch is loaded. OpenMP threads that wait by spinning make training ten times slower where another
 # process, a second training say, has a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-DEFAULT_URL = "http://127.0.0.1:8123"
 
 HELP = """Search hyperparameters of regularized LSTM language models.
 
@@ -42,7 +57,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            _complain("interrupted")
+            complain("interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             os.dup2(
@@ -50,10 +65,10 @@ class Commands(TyperGroup):
             )  # nobody reads on: not ours to report
             raise typer.Exit(1) from None
         except CommandFailed as error:
-            _complain(str(error))
+            complain(str(error))
             raise typer.Exit(1) from error
         except OSError as error:
-            _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+            complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
             raise typer.Exit(1) from error
 
 
@@ -61,37 +76,15 @@ app = typer.Typer(
     cls=Commands,
     help=HELP,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(steering_commands.points)
+app.add_typer(steering_commands.trials)
+app.add_typer(webhook_commands.commands)
 app.add_typer(token_commands.commands)
-
-Url = Annotated[str, typer.Option(envvar="FRATERNAL_URL", help="Where the service is.")]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="FRATERNAL_TOKEN_FILE",
-        help="File with the token that the service asks for; else set FRATERNAL_TOKEN.",
-    ),
-]
-SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="Id of the sweep; `fraternal ls` lists them.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-DataDir = Annotated[
-    Path, typer.Option(envvar="FRATERNAL_DATA_DIR", help="Where corpora and checkpoints are kept.")
-]
-DatabaseUrl = Annotated[
-    str | None, typer.Option(help="SQLAlchemy URL without a password; else set FRATERNAL_DATABASE_URL.")
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
-Overrides = Annotated[
-    list[str],
-    typer.Option("--set", metavar="KEY=JSON", help="Replace a value, say `training.epochs=3`; repeatable."),
-]
-DEFAULT_DATA_DIR = Path("fraternal-data")
 
 
 @app.command()
@@ -135,6 +128,9 @@ def submit(
     ] = None,
     overrides: Overrides = [],  # noqa: B006  # typer's way to say "repeatable"; never changed
     watch: Annotated[bool, typer.Option("--watch", help="Follow the sweep to its end.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Have it checked, and print the whole spec; nothing is queued.")
+    ] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
@@ -144,13 +140,16 @@ def submit(
     Example: `fraternal submit --preset quickstart --set budget.trials=6 --watch`
     """
     body = build_spec(file, preset, overrides)
-    with _client(url, token_file) as client:
+    with open_client(url, token_file) as client:
+        if dry_run:
+            print(client.validate(body).model_dump_json(indent=2))
+            return
         sweep = client.create(body)
         if as_json and not watch:
             print(sweep.model_dump_json(indent=2))
         else:
-            _say(f"sweep {sweep.id} is {sweep.state}", as_json)
-            _say(f"dashboard: {client.base_url}{sweep.dashboard_url or '/dashboard'}", as_json)
+            say(f"sweep {sweep.id} is {sweep.state}", as_json)
+            say(f"dashboard: {client.base_url}{sweep.dashboard_url or '/dashboard'}", as_json)
         if watch:
             _watch_to_the_end(client, sweep.id, as_json)
         elif not as_json:
@@ -158,18 +157,31 @@ def submit(
 
 
 @app.command()
-def ls(as_json: AsJson = False, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
+def ls(
+    state: Annotated[list[str] | None, typer.Option(help="Of this state only; repeatable.")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(metavar="KEY[=VALUE]", help="With this label; repeatable.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="With this in the name.")] = None,
+    order_by: Annotated[
+        str, typer.Option(help="created_at, name, priority or state_since; `-` first turns it round.")
+    ] = "-created_at",
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+) -> None:
     """List the sweeps, the newest first.
 
-    Example: `fraternal ls --json`
+    Example: `fraternal ls --state running --label team=nlp`
     """
     from rich.console import Console
     from rich.table import Table
 
     from service.progress import format_perplexity
 
-    with _client(url, token_file) as client:
-        sweeps = client.list_sweeps()
+    with open_client(url, token_file) as client:
+        query = {"state": state or [], "label": label or [], "order_by": order_by}
+        sweeps = client.list_sweeps(**query, **({} if name is None else {"name": name}))
     if as_json:
         print(json.dumps([sweep.model_dump(mode="json") for sweep in sweeps], indent=2))
         return
@@ -189,7 +201,7 @@ def watch(
 
     Example: `fraternal watch SWEEP`
     """
-    with _client(url, token_file) as client:
+    with open_client(url, token_file) as client:
         _watch_to_the_end(client, sweep_id, as_json)
 
 
@@ -208,89 +220,9 @@ def events(
     """
     from service.progress import event_line
 
-    with _client(url, token_file) as client:
+    with open_client(url, token_file) as client:
         for event in client.events(sweep_id, after) if follow else client.events_so_far(sweep_id, after):
             print(event.model_dump_json() if as_json else event_line(event), flush=follow)
-
-
-webhook = typer.Typer(help="Have events sent to a URL as they happen.", no_args_is_help=True)
-app.add_typer(webhook, name="webhook")
-WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Id; `fraternal webhook ls` lists them.")]
-
-
-@webhook.command("create")
-def create_webhook(
-    to: Annotated[str, typer.Argument(metavar="URL", help="http or https, at a public address.")],
-    kinds: Annotated[
-        list[str] | None, typer.Option("--kind", help="Of events, repeatable; by default all.")
-    ] = None,
-    sweep: Annotated[str | None, typer.Option("--sweep", help="Events of this sweep only.")] = None,
-    as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    token_file: TokenFile = None,
-) -> None:
-    """Have events sent to a URL; prints the secret that they are signed with, which is told only once.
-
-    Example: `fraternal webhook create https://example.org/hook --kind sweep_succeeded --kind sweep_failed`
-    """
-    with _client(url, token_file) as client:
-        created = client.create_webhook({"url": to, "kinds": kinds or None, "sweep_id": sweep})
-    if as_json:
-        print(created.model_dump_json(indent=2))
-    else:
-        print(f"webhook {created.id}\nsecret  {created.secret}\ntry it: fraternal webhook test {created.id}")
-
-
-@webhook.command("ls")
-def list_webhooks(as_json: AsJson = False, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
-    """List the webhooks and how they fare.
-
-    Example: `fraternal webhook ls --json`
-    """
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    with _client(url, token_file) as client:
-        known = client.list_webhooks()
-    if as_json:
-        print(json.dumps([found.model_dump(mode="json") for found in known], indent=2))
-        return
-    table = Table(Column("webhook", no_wrap=True), Column("url", overflow="fold"), "is sent", "state")
-    for found in known:
-        kinds = "all events" if found.kinds is None else ", ".join(found.kinds)
-        sent = f"{kinds} of {found.sweep_id or 'all sweeps'}"
-        state = f"{found.state}, {found.pending} waiting, {found.dropped} dropped"
-        table.add_row(found.id, found.url, sent, f"{state}: {found.failure}" if found.failure else state)
-    Console().print(table)
-
-
-@webhook.command("test")
-def try_webhook(
-    webhook_id: WebhookId, as_json: AsJson = False, url: Url = DEFAULT_URL, token_file: TokenFile = None
-) -> None:
-    """Send a `ping` now and say what came of it; exits with 1 where it was not taken.
-
-    Example: `fraternal webhook test WEBHOOK`
-    """
-    with _client(url, token_file) as client:
-        result = client.test_webhook(webhook_id)
-    if as_json:
-        print(result.model_dump_json(indent=2))
-    else:
-        print(f"{'taken' if result.delivered else result.error} ({result.ms:.0f} ms)")
-    if not result.delivered:
-        raise typer.Exit(1)
-
-
-@webhook.command("rm")
-def remove_webhook(webhook_id: WebhookId, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
-    """Send nothing more to a webhook, nor what waits for it.
-
-    Example: `fraternal webhook rm WEBHOOK`
-    """
-    with _client(url, token_file) as client:
-        client.delete_webhook(webhook_id)
-    print(f"webhook {webhook_id} is removed")
 
 
 @app.command()
@@ -309,7 +241,7 @@ def report(
 
     from service.report import build_report, to_json, to_markdown, to_rich
 
-    with _client(url, token_file) as client:
+    with open_client(url, token_file) as client:
         result = build_report(client.get(sweep_id).spec, client.trials(sweep_id))
     if as_json:
         print(json.dumps(to_json(result), indent=2))
@@ -337,7 +269,7 @@ def plot(
 
     path = out or Path(f"{sweep_id}.svg")
     _require_usable(path, force)
-    with _client(url, token_file) as client:
+    with open_client(url, token_file) as client:
         sweep = client.get(sweep_id)
         trials = [client.trial(sweep_id, trial.number) for trial in client.trials(sweep_id)]
     plot_dynamics(sweep.name or sweep.id, trials, path)
@@ -360,45 +292,53 @@ def fetch(
     """
     path = out or Path(f"best-{sweep_id}.tar")
     _require_usable(path, force)
-    with _client(url, token_file) as client:
+    with open_client(url, token_file) as client:
         digest = client.fetch(sweep_id, path)
     print(f"{path}  sha256 {digest}")
 
 
 @app.command()
-def pause(sweep_id: SweepId, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
+def pause(
+    sweep_id: SweepId, as_json: AsJson = False, url: Url = DEFAULT_URL, token_file: TokenFile = None
+) -> None:
     """Have running trials save their state and give their resources back, until `fraternal resume`.
 
     Example: `fraternal pause SWEEP`
     """
-    _ask(sweep_id, "pause", url, token_file)
+    _ask(sweep_id, "pause", url, token_file, as_json=as_json)
 
 
 @app.command()
-def resume(sweep_id: SweepId, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
+def resume(
+    sweep_id: SweepId, as_json: AsJson = False, url: Url = DEFAULT_URL, token_file: TokenFile = None
+) -> None:
     """Go on after a pause, or take a `fraternal stop` back.
 
     Example: `fraternal resume SWEEP`
     """
-    _ask(sweep_id, "resume", url, token_file)
+    _ask(sweep_id, "resume", url, token_file, as_json=as_json)
 
 
 @app.command()
-def stop(sweep_id: SweepId, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
+def stop(
+    sweep_id: SweepId, as_json: AsJson = False, url: Url = DEFAULT_URL, token_file: TokenFile = None
+) -> None:
     """Let running trials come to their ends, and begin no other.
 
     Example: `fraternal stop SWEEP`
     """
-    _ask(sweep_id, "stop", url, token_file)
+    _ask(sweep_id, "stop", url, token_file, as_json=as_json)
 
 
 @app.command()
-def cancel(sweep_id: SweepId, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
+def cancel(
+    sweep_id: SweepId, as_json: AsJson = False, url: Url = DEFAULT_URL, token_file: TokenFile = None
+) -> None:
     """End a sweep now; what its trials have reached is kept.
 
     Example: `fraternal cancel SWEEP`
     """
-    _ask(sweep_id, "cancel", url, token_file)
+    _ask(sweep_id, "cancel", url, token_file, as_json=as_json)
 
 
 @app.command()
@@ -408,6 +348,7 @@ def extend(
     wall_s: Annotated[float, typer.Option(help="Seconds more, where the budget has wall_s.")] = 0,
     max_failed: Annotated[int, typer.Option(help="So many more may fail, where the budget says.")] = 0,
     target: Annotated[float | None, typer.Option(help="Another validation perplexity to reach.")] = None,
+    as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
@@ -416,7 +357,8 @@ def extend(
     Example: `fraternal extend SWEEP --trials 10`
     """
     by = {"trials": trials, "wall_s": wall_s, "max_failed": max_failed, "target": target}
-    _ask(sweep_id, "extend", url, token_file, {name: value for name, value in by.items() if value})
+    limits = {name: value for name, value in by.items() if value}
+    _ask(sweep_id, "extend", url, token_file, limits, as_json=as_json)
 
 
 @app.command()
@@ -426,6 +368,7 @@ def retry_failed(
         list[str] | None,
         typer.Option("--class", help="Of failures, repeatable; by default all but diverged."),
     ] = None,
+    as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
@@ -433,7 +376,8 @@ def retry_failed(
 
     Example: `fraternal retry-failed SWEEP --class out_of_memory`
     """
-    _ask(sweep_id, "retry-failed", url, token_file, {"classes": classes} if classes else {})
+    body = {"classes": classes} if classes else {}
+    _ask(sweep_id, "retry-failed", url, token_file, body, as_json=as_json)
 
 
 @app.command()
@@ -441,6 +385,7 @@ def clone(
     sweep_id: SweepId,
     overrides: Overrides = [],  # noqa: B006  # typer's way to say "repeatable"; never changed
     watch: Annotated[bool, typer.Option("--watch", help="Follow the new sweep to its end.")] = False,
+    as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
@@ -448,17 +393,56 @@ def clone(
 
     Example: `fraternal clone SWEEP --set sampler.seed=2`
     """
-    with _client(url, token_file) as client:
+    with open_client(url, token_file) as client:
         sweep = client.create(with_overrides(client.get(sweep_id).spec.model_dump(mode="json"), overrides))
-        print(f"sweep {sweep.id} is {sweep.state}")
+        if as_json and not watch:
+            print(sweep.model_dump_json(indent=2))
+        else:
+            say(f"sweep {sweep.id} is {sweep.state}", as_json)
         if watch:
-            _watch_to_the_end(client, sweep.id, as_json=False)
+            _watch_to_the_end(client, sweep.id, as_json)
+
+
+@app.command("set")
+def change(
+    sweep_id: SweepId,
+    name: Annotated[str | None, typer.Option(help="What people call it.")] = None,
+    labels: Annotated[
+        list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="KEY- removes one; repeatable.")
+    ] = None,
+    priority: Annotated[int | None, typer.Option(help="In the queue, the highest first.")] = None,
+    max_concurrent: Annotated[
+        int | None, typer.Option(min=0, help="Trials at once; 0: as many as there is room for.")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Of the budget, over all arms.")] = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+) -> None:
+    """Change a sweep's name, labels, priority, trials at once or budget, while it waits or runs.
+
+    Example: `fraternal set SWEEP --priority 5 --max-concurrent 1 --label team=nlp`
+    """
+    given: dict[str, Any] = {"name": name, "priority": priority}
+    changes = {key: value for key, value in given.items() if value is not None}
+    if labels:
+        changes["labels"] = steering_commands.labels_of(labels)
+    if max_concurrent is not None:
+        changes["max_concurrent"] = max_concurrent or None
+    if trials is not None:
+        changes["budget"] = {"trials": trials}
+    if not changes:
+        raise typer.BadParameter("say what is to change: `fraternal set --help` lists it")
+    with open_client(url, token_file) as client:
+        sweep = client.change(sweep_id, changes)
+    print(sweep.model_dump_json(indent=2) if as_json else f"sweep {sweep.id} is changed")
 
 
 @app.command()
 def delete(
     sweep_id: SweepId,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
@@ -466,26 +450,26 @@ def delete(
 
     Example: `fraternal delete SWEEP --yes`
     """
-    with _client(url, token_file) as client:
+    with open_client(url, token_file) as client:
         if not yes:
             trials = len(client.trials(sweep_id))
             typer.confirm(f"remove sweep {sweep_id}, its {trials} trials and their checkpoints?", abort=True)
         sweep = client.delete(sweep_id)
-    print(f"sweep {sweep.id} is {sweep.state}")
-
-
-def _client(url: str, token_file: Path | None) -> "FraternalClient":
-    from service.client import FraternalClient, read_token
-
-    return FraternalClient(url, token=read_token(token_file, os.environ))
+    print(sweep.model_dump_json(indent=2) if as_json else f"sweep {sweep.id} is {sweep.state}")
 
 
 def _ask(
-    sweep_id: str, verb: str, url: str, token_file: Path | None, body: dict[str, Any] | None = None
+    sweep_id: str,
+    verb: str,
+    url: str,
+    token_file: Path | None,
+    body: dict[str, Any] | None = None,
+    *,
+    as_json: bool = False,
 ) -> None:
-    with _client(url, token_file) as client:
+    with open_client(url, token_file) as client:
         sweep = client.ask(sweep_id, verb, body)
-    print(f"sweep {sweep.id} is {sweep.state}")
+    print(sweep.model_dump_json(indent=2) if as_json else f"sweep {sweep.id} is {sweep.state}")
 
 
 @app.command()
@@ -792,7 +776,7 @@ def backup(
     with database_errors(), _progress("backing up", "trials") as progress:
         made = make_backup(settings, folder, progress)
     for words in made.missing:
-        _complain(f"not in the backup: {words}")
+        complain(f"not in the backup: {words}")
     print(f"{folder}  sweeps {made.sweeps}, checkpoints {made.checkpoints}, {made.size / 1e6:,.1f} MB")
 
 
@@ -855,7 +839,7 @@ def with_overrides(spec: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise typer.BadParameter(f"--set {override!r}: {parent} holds a value, not an object")
-        place[last] = _parse_value(written)
+        place[last] = parse_value(written)
     return spec
 
 
@@ -897,7 +881,7 @@ def _arm_of(preset: str, arms: dict[str, dict[str, Any]], arm: str | None) -> di
 def parse_corpus(written: str) -> dict[str, Any]:
     """A corpus from JSON, from a known name, or from a directory."""
     if written.lstrip().startswith("{"):
-        value = _parse_value(written)
+        value = parse_value(written)
         if not isinstance(value, dict):
             raise typer.BadParameter(f"corpus {written!r} is no JSON object")
         return value
@@ -926,13 +910,6 @@ def _read_json(file: str) -> dict[str, Any]:
     return body
 
 
-def _parse_value(written: str) -> Any:
-    try:
-        return json.loads(written)
-    except ValueError:
-        return written
-
-
 # Watching.
 
 
@@ -945,7 +922,7 @@ def _watch_to_the_end(client: "FraternalClient", sweep_id: str, as_json: bool) -
     try:
         sweep = follow(client, sweep_id, Console(stderr=as_json))
     except KeyboardInterrupt:
-        _complain(
+        complain(
             f"interrupted; the sweep goes on: `fraternal watch {sweep_id}`, `fraternal cancel {sweep_id}`"
         )
         raise typer.Exit(INTERRUPTED) from None
@@ -970,15 +947,6 @@ def _require_usable(path: Path, force: bool) -> None:
         probe.unlink()
     except OSError as error:
         raise CommandFailed(f"{path} cannot be written, {error.strerror}: name another file") from error
-
-
-def _say(line: str, as_json: bool) -> None:
-    """A line for people: not in the way of JSON."""
-    print(line, file=sys.stderr if as_json else sys.stdout)
-
-
-def _complain(message: str) -> None:
-    print(f"fraternal: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

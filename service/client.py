@@ -141,6 +141,10 @@ class FraternalClient:
     def add_point(self, sweep_id: str, params: dict[str, Any]) -> PointView:
         return self._ask_once(f"{_path(sweep_id)}/points", PointView, {"params": params})
 
+    def remove_point(self, sweep_id: str, point_id: int) -> None:
+        with self._reaching():
+            self._require_success(self._http.delete(f"{_path(sweep_id)}/points/{point_id}"))
+
     def points(self, sweep_id: str) -> list[PointView]:
         return self._ask("GET", f"{_path(sweep_id)}/points", PointList).points
 

@@ -1,0 +1,60 @@
+"""What the commands of the command line share: options, and how they speak."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from service.client import FraternalClient
+
+DEFAULT_URL = "http://127.0.0.1:8123"
+
+Url = Annotated[str, typer.Option(envvar="FRATERNAL_URL", help="Where the service is.")]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="FRATERNAL_TOKEN_FILE",
+        help="File with the token that the service asks for; else set FRATERNAL_TOKEN.",
+    ),
+]
+SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="Id of the sweep; `fraternal ls` lists them.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+DataDir = Annotated[
+    Path, typer.Option(envvar="FRATERNAL_DATA_DIR", help="Where corpora and checkpoints are kept.")
+]
+DatabaseUrl = Annotated[
+    str | None, typer.Option(help="SQLAlchemy URL without a password; else set FRATERNAL_DATABASE_URL.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
+Overrides = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=JSON", help="Replace a value, say `training.epochs=3`; repeatable."),
+]
+DEFAULT_DATA_DIR = Path("fraternal-data")
+
+
+def open_client(url: str, token_file: Path | None) -> "FraternalClient":
+    from service.client import FraternalClient, read_token
+
+    return FraternalClient(url, token=read_token(token_file, os.environ))
+
+
+def parse_value(written: str) -> Any:
+    try:
+        return json.loads(written)
+    except ValueError:
+        return written
+
+
+def say(line: str, as_json: bool) -> None:
+    """A line for people: not in the way of JSON."""
+    print(line, file=sys.stderr if as_json else sys.stdout)
+
+
+def complain(message: str) -> None:
+    print(f"fraternal: {message}", file=sys.stderr)
