@@ -191,7 +191,7 @@ class FraternalClient:
         return self._http.stream("GET", path, params={"after": cursor}, headers=accept, timeout=timeout)
 
     def create_webhook(self, body: dict[str, Any]) -> NewWebhook:
-        return self._ask("POST", "/v1/webhooks", NewWebhook, json=body)
+        return self._ask_once("/v1/webhooks", NewWebhook, body)
 
     def list_webhooks(self) -> list[WebhookView]:
         """The oldest first."""
