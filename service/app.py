@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from http import HTTPStatus
-from inspect import getdoc
 from typing import Any, get_args, get_type_hints
 
 from fastapi import FastAPI, Request, Response
@@ -16,31 +15,37 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import event_routes, routes, webhook_routes
+from service.access import Access, Gate, described
 from service.dashboard import dashboard_routes
+from service.docs import docs
 from service.errors import InvalidSpec, Problem, ServiceError
 from service.event_log import EventLog
 from service.idempotency import Idempotency
 from service.launcher import Launcher, owner_of
+from service.origins import OwnOrigin, SecurityHeaders, secure
 from service.problems import (
     MEDIA_TYPE,
-    ErrorDocument,
-    ProblemDocument,
     Schema,
     plain_problem,
     problem_response,
     problems_in,
+    refusal,
 )
+from service.rates import Rates
 from service.reconciler import Reconciler
 from service.retention import collect_orphans
 from service.settings import Settings
+from service.sign_in import signing_in
 from service.streams import Streams
 from service.studies import open_closing_storage
 from service.sweeps import build_controller
+from service.tokens import Tokens
 from service.version import own_version
 from service.webhooks import Deliverer, Webhooks
 
 ROUTERS = (*routes.ROUTERS, event_routes.events, webhook_routes.webhooks)
 MAX_BODY_BYTES = 1024 * 1024
+ALL_ROUTERS = (*ROUTERS, docs, signing_in)
 
 DESCRIPTION = """Searches hyperparameters of regularized LSTM language models.
 
@@ -77,17 +82,29 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
         description=DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.controller = controller
     app.state.events = EventLog(records.engine)
     app.state.webhooks = webhooks
     app.state.streams = Streams(app.state.events, controller.look, settings.max_streams)
     app.state.idempotency = Idempotency(records.engine)
-    for router in ROUTERS:
+    for router in ALL_ROUTERS:
         app.include_router(router)
     app.router.routes.extend(dashboard_routes(controller.storage))
     _answer_errors_as_problems(app)
+    _let_in_who_may(app, settings, Tokens(records.engine))
     return app
+
+
+def _let_in_who_may(app: FastAPI, settings: Settings, tokens: Tokens) -> None:
+    """What is added last is asked first."""
+    app.state.gate = Gate(tokens, Rates(settings.rate_limit), always_closed=not settings.on_loopback)
+    any_host = not settings.on_loopback and not settings.allowed_hosts
+    app.add_middleware(Access, gate=app.state.gate)
+    app.add_middleware(OwnOrigin, allowed_hosts=settings.allowed_hosts, any_host=any_host)
+    app.add_middleware(SecurityHeaders)
 
 
 def _answer_errors_as_problems(app: FastAPI) -> None:
@@ -97,7 +114,7 @@ def _answer_errors_as_problems(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_crash)
     describe = app.openapi
     app.add_middleware(_BodyLimit)
-    app.openapi = cache(lambda: _with_problem_media_type(describe()))  # type: ignore[method-assign]
+    app.openapi = cache(lambda: described(_with_problem_media_type(describe())))  # type: ignore[method-assign]
 
 
 class _BodyLimit:
@@ -122,7 +139,7 @@ class _BodyLimit:
 
 def _on_service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    return _refusal(request, error, error.problems if isinstance(error, InvalidSpec) else [])
+    return refusal(error, request.url.path, error.problems if isinstance(error, InvalidSpec) else [])
 
 
 def _on_invalid_request(request: Request, error: Exception) -> Response:
@@ -134,13 +151,13 @@ def _on_invalid_request(request: Request, error: Exception) -> Response:
         )
     if any(found["loc"][0] != "body" for found in errors):
         problems = [_parameter_problem(found) for found in errors if found["loc"][0] != "body"]
-        return _refusal(request, InvalidSpec(problems), problems)
+        return refusal(InvalidSpec(problems), request.url.path, problems)
     if errors[0]["type"] == "json_invalid":
         detail = f"the body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][1]}"
         return problem_response(plain_problem(400, detail, request.url.path))
     below_body = [{**found, "loc": found["loc"][1:]} for found in errors]
     problems = problems_in(below_body, error.body, _body_schema(request.scope["endpoint"]))
-    return _refusal(request, InvalidSpec(problems), problems)
+    return refusal(InvalidSpec(problems), request.url.path, problems)
 
 
 def _parameter_problem(found: dict[str, Any]) -> Problem:
@@ -168,33 +185,16 @@ def _on_http_error(request: Request, error: Exception) -> Response:
 
 def _methods_at(request: Request) -> set[str]:
     """Every method that a route has for the request's path; Starlette names those of the first one."""
-    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
+    routes = [route for router in ALL_ROUTERS for route in router.routes if isinstance(route, Route)]
     at_path = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
     return {method for route in at_path for method in route.methods or ()}
 
 
 def _on_crash(request: Request, error: Exception) -> Response:
     """The traceback goes to the log, not to the client."""
-    return problem_response(plain_problem(500, "the service failed; its log says why", request.url.path))
-
-
-def _refusal(request: Request, error: ServiceError, problems: list[Problem]) -> Response:
-    document = ProblemDocument(
-        type=f"urn:fraternal:problem:{error.code}",
-        title=(getdoc(type(error)) or "").partition("\n")[0].rstrip("."),
-        status=error.status,
-        detail=str(error),
-        code=error.code,
-        errors=[
-            ErrorDocument(
-                pointer=found.pointer, code=found.code, message=found.message, parameter=found.parameter
-            )
-            for found in problems
-        ],
-        instance=request.url.path,
-    )
-    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
-    return problem_response(document, headers)
+    response = problem_response(plain_problem(500, "the service failed; its log says why", request.url.path))
+    secure(response.headers)  # it is sent from outside of all middleware
+    return response
 
 
 @cache

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from service import token_commands
 from service.errors import INTERRUPTED, CommandFailed
 
 if TYPE_CHECKING:
@@ -66,7 +67,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(token_commands.commands)
+
 Url = Annotated[str, typer.Option(envvar="FRATERNAL_URL", help="Where the service is.")]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="FRATERNAL_TOKEN_FILE",
+        help="File with the token that the service asks for; else set FRATERNAL_TOKEN.",
+    ),
+]
 SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="Id of the sweep; `fraternal ls` lists them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 DataDir = Annotated[
@@ -87,7 +97,10 @@ DEFAULT_DATA_DIR = Path("fraternal-data")
 @app.command()
 def serve(
     host: Annotated[
-        str, typer.Option(envvar="FRATERNAL_HOST", help="Address to listen on; loopback only.")
+        str,
+        typer.Option(
+            envvar="FRATERNAL_HOST", help="Address to listen on; one that is not loopback needs a token."
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="FRATERNAL_PORT", help="Port; 0 takes a free one.")] = 8123,
     data_dir: Annotated[
@@ -124,15 +137,14 @@ def submit(
     watch: Annotated[bool, typer.Option("--watch", help="Follow the sweep to its end.")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
 ) -> None:
     """Ask for a sweep.
 
     Example: `fraternal submit --preset quickstart --set budget.trials=6 --watch`
     """
-    from service.client import FraternalClient
-
     body = build_spec(file, preset, overrides)
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         sweep = client.create(body)
         if as_json and not watch:
             print(sweep.model_dump_json(indent=2))
@@ -146,7 +158,7 @@ def submit(
 
 
 @app.command()
-def ls(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
+def ls(as_json: AsJson = False, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
     """List the sweeps, the newest first.
 
     Example: `fraternal ls --json`
@@ -154,10 +166,9 @@ def ls(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from service.client import FraternalClient
     from service.progress import format_perplexity
 
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         sweeps = client.list_sweeps()
     if as_json:
         print(json.dumps([sweep.model_dump(mode="json") for sweep in sweeps], indent=2))
@@ -171,14 +182,14 @@ def ls(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
 
 
 @app.command()
-def watch(sweep_id: SweepId, as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
+def watch(
+    sweep_id: SweepId, as_json: AsJson = False, url: Url = DEFAULT_URL, token_file: TokenFile = None
+) -> None:
     """Follow a sweep to its end. Interrupting this leaves the sweep alone.
 
     Example: `fraternal watch SWEEP`
     """
-    from service.client import FraternalClient
-
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         _watch_to_the_end(client, sweep_id, as_json)
 
 
@@ -189,15 +200,15 @@ def events(
     after: Annotated[int, typer.Option(min=0, help="Only those that follow the event of this id.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an event a line.")] = False,
     url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
 ) -> None:
     """What has happened in a sweep, the earliest first.
 
     Example: `fraternal events SWEEP --follow`
     """
-    from service.client import FraternalClient
     from service.progress import event_line
 
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         for event in client.events(sweep_id, after) if follow else client.events_so_far(sweep_id, after):
             print(event.model_dump_json() if as_json else event_line(event), flush=follow)
 
@@ -216,14 +227,13 @@ def create_webhook(
     sweep: Annotated[str | None, typer.Option("--sweep", help="Events of this sweep only.")] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
 ) -> None:
     """Have events sent to a URL; prints the secret that they are signed with, which is told only once.
 
     Example: `fraternal webhook create https://example.org/hook --kind sweep_succeeded --kind sweep_failed`
     """
-    from service.client import FraternalClient
-
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         created = client.create_webhook({"url": to, "kinds": kinds or None, "sweep_id": sweep})
     if as_json:
         print(created.model_dump_json(indent=2))
@@ -232,7 +242,7 @@ def create_webhook(
 
 
 @webhook.command("ls")
-def list_webhooks(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
+def list_webhooks(as_json: AsJson = False, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
     """List the webhooks and how they fare.
 
     Example: `fraternal webhook ls --json`
@@ -240,9 +250,7 @@ def list_webhooks(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    from service.client import FraternalClient
-
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         known = client.list_webhooks()
     if as_json:
         print(json.dumps([found.model_dump(mode="json") for found in known], indent=2))
@@ -257,14 +265,14 @@ def list_webhooks(as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
 
 
 @webhook.command("test")
-def try_webhook(webhook_id: WebhookId, as_json: AsJson = False, url: Url = DEFAULT_URL) -> None:
+def try_webhook(
+    webhook_id: WebhookId, as_json: AsJson = False, url: Url = DEFAULT_URL, token_file: TokenFile = None
+) -> None:
     """Send a `ping` now and say what came of it; exits with 1 where it was not taken.
 
     Example: `fraternal webhook test WEBHOOK`
     """
-    from service.client import FraternalClient
-
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         result = client.test_webhook(webhook_id)
     if as_json:
         print(result.model_dump_json(indent=2))
@@ -275,14 +283,12 @@ def try_webhook(webhook_id: WebhookId, as_json: AsJson = False, url: Url = DEFAU
 
 
 @webhook.command("rm")
-def remove_webhook(webhook_id: WebhookId, url: Url = DEFAULT_URL) -> None:
+def remove_webhook(webhook_id: WebhookId, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
     """Send nothing more to a webhook, nor what waits for it.
 
     Example: `fraternal webhook rm WEBHOOK`
     """
-    from service.client import FraternalClient
-
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         client.delete_webhook(webhook_id)
     print(f"webhook {webhook_id} is removed")
 
@@ -293,6 +299,7 @@ def report(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
 ) -> None:
     """Compare a sweep's arms: best, means of the best, and how many beat the baseline.
 
@@ -300,10 +307,9 @@ def report(
     """
     from rich.console import Console
 
-    from service.client import FraternalClient
     from service.report import build_report, to_json, to_markdown, to_rich
 
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         result = build_report(client.get(sweep_id).spec, client.trials(sweep_id))
     if as_json:
         print(json.dumps(to_json(result), indent=2))
@@ -321,17 +327,17 @@ def plot(
     ] = None,
     force: Force = False,
     url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
 ) -> None:
     """Draw how a sweep's trials learn: losses, penalty, activations, variance of the predictions, speed.
 
     Example: `fraternal plot SWEEP --out curves.png`
     """
-    from service.client import FraternalClient
     from service.plots import plot_dynamics
 
     path = out or Path(f"{sweep_id}.svg")
     _require_usable(path, force)
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         sweep = client.get(sweep_id)
         trials = [client.trial(sweep_id, trial.number) for trial in client.trials(sweep_id)]
     plot_dynamics(sweep.name or sweep.id, trials, path)
@@ -346,54 +352,53 @@ def fetch(
     ] = None,
     force: Force = False,
     url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
 ) -> None:
     """Download a sweep's best checkpoint, verified and written whole; also while the sweep runs.
 
     Example: `fraternal fetch SWEEP --out best.tar`
     """
-    from service.client import FraternalClient
-
     path = out or Path(f"best-{sweep_id}.tar")
     _require_usable(path, force)
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         digest = client.fetch(sweep_id, path)
     print(f"{path}  sha256 {digest}")
 
 
 @app.command()
-def pause(sweep_id: SweepId, url: Url = DEFAULT_URL) -> None:
+def pause(sweep_id: SweepId, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
     """Have running trials save their state and give their resources back, until `fraternal resume`.
 
     Example: `fraternal pause SWEEP`
     """
-    _ask(sweep_id, "pause", url)
+    _ask(sweep_id, "pause", url, token_file)
 
 
 @app.command()
-def resume(sweep_id: SweepId, url: Url = DEFAULT_URL) -> None:
+def resume(sweep_id: SweepId, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
     """Go on after a pause, or take a `fraternal stop` back.
 
     Example: `fraternal resume SWEEP`
     """
-    _ask(sweep_id, "resume", url)
+    _ask(sweep_id, "resume", url, token_file)
 
 
 @app.command()
-def stop(sweep_id: SweepId, url: Url = DEFAULT_URL) -> None:
+def stop(sweep_id: SweepId, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
     """Let running trials come to their ends, and begin no other.
 
     Example: `fraternal stop SWEEP`
     """
-    _ask(sweep_id, "stop", url)
+    _ask(sweep_id, "stop", url, token_file)
 
 
 @app.command()
-def cancel(sweep_id: SweepId, url: Url = DEFAULT_URL) -> None:
+def cancel(sweep_id: SweepId, url: Url = DEFAULT_URL, token_file: TokenFile = None) -> None:
     """End a sweep now; what its trials have reached is kept.
 
     Example: `fraternal cancel SWEEP`
     """
-    _ask(sweep_id, "cancel", url)
+    _ask(sweep_id, "cancel", url, token_file)
 
 
 @app.command()
@@ -404,13 +409,14 @@ def extend(
     max_failed: Annotated[int, typer.Option(help="So many more may fail, where the budget says.")] = 0,
     target: Annotated[float | None, typer.Option(help="Another validation perplexity to reach.")] = None,
     url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
 ) -> None:
     """Raise a sweep's budget; one that has ended goes on.
 
     Example: `fraternal extend SWEEP --trials 10`
     """
     by = {"trials": trials, "wall_s": wall_s, "max_failed": max_failed, "target": target}
-    _ask(sweep_id, "extend", url, {name: value for name, value in by.items() if value})
+    _ask(sweep_id, "extend", url, token_file, {name: value for name, value in by.items() if value})
 
 
 @app.command()
@@ -421,12 +427,13 @@ def retry_failed(
         typer.Option("--class", help="Of failures, repeatable; by default all but diverged."),
     ] = None,
     url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
 ) -> None:
     """Try failed trials again under their own numbers, from their latest checkpoints.
 
     Example: `fraternal retry-failed SWEEP --class out_of_memory`
     """
-    _ask(sweep_id, "retry-failed", url, {"classes": classes} if classes else {})
+    _ask(sweep_id, "retry-failed", url, token_file, {"classes": classes} if classes else {})
 
 
 @app.command()
@@ -435,14 +442,13 @@ def clone(
     overrides: Overrides = [],  # noqa: B006  # typer's way to say "repeatable"; never changed
     watch: Annotated[bool, typer.Option("--watch", help="Follow the new sweep to its end.")] = False,
     url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
 ) -> None:
     """Ask for a new sweep with the spec of another one.
 
     Example: `fraternal clone SWEEP --set sampler.seed=2`
     """
-    from service.client import FraternalClient
-
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         sweep = client.create(with_overrides(client.get(sweep_id).spec.model_dump(mode="json"), overrides))
         print(f"sweep {sweep.id} is {sweep.state}")
         if watch:
@@ -454,14 +460,13 @@ def delete(
     sweep_id: SweepId,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
 ) -> None:
     """Remove a sweep that does not run, with its trials, curves and checkpoints.
 
     Example: `fraternal delete SWEEP --yes`
     """
-    from service.client import FraternalClient
-
-    with FraternalClient(url) as client:
+    with _client(url, token_file) as client:
         if not yes:
             trials = len(client.trials(sweep_id))
             typer.confirm(f"remove sweep {sweep_id}, its {trials} trials and their checkpoints?", abort=True)
@@ -469,10 +474,16 @@ def delete(
     print(f"sweep {sweep.id} is {sweep.state}")
 
 
-def _ask(sweep_id: str, verb: str, url: str, body: dict[str, Any] | None = None) -> None:
-    from service.client import FraternalClient
+def _client(url: str, token_file: Path | None) -> "FraternalClient":
+    from service.client import FraternalClient, read_token
 
-    with FraternalClient(url) as client:
+    return FraternalClient(url, token=read_token(token_file, os.environ))
+
+
+def _ask(
+    sweep_id: str, verb: str, url: str, token_file: Path | None, body: dict[str, Any] | None = None
+) -> None:
+    with _client(url, token_file) as client:
         sweep = client.ask(sweep_id, verb, body)
     print(f"sweep {sweep.id} is {sweep.state}")
 

@@ -5,10 +5,11 @@ import contextlib
 import hashlib
 import math
 import os
+import re
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -74,12 +75,18 @@ class ApiError(ClientError):
 
 
 class FraternalClient:
-    """The API of one service. Every method raises ServiceUnreachable and ApiError."""
+    """The API of one service, asked with a token where there is one; no error tells it.
 
-    def __init__(self, base_url: str, timeout_s: float = TIMEOUT_S) -> None:
-        self.base_url = base_url.rstrip("/")
+    Every method raises ServiceUnreachable and ApiError.
+    """
+
+    def __init__(self, base_url: str, timeout_s: float = TIMEOUT_S, token: str | None = None) -> None:
+        """Raises ClientError where the token cannot be one."""
+        self.base_url = re.sub(r"(?<=//)[^/@]*@", "", base_url).rstrip("/")  # as errors may show it
+        self._token = token
+        headers = {"authorization": f"Bearer {_sendable(token)}"} if token is not None else {}
         # The service is on this machine or behind a tunnel: a proxy of the environment cannot reach it.
-        self._http = httpx.Client(base_url=self.base_url, timeout=timeout_s, trust_env=False)
+        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +177,7 @@ class FraternalClient:
         while True:
             try:
                 with self._reaching(), self._open_stream(sweep_id, cursor) as response:
-                    for told in _stream_of(response):
+                    for told in self._stream_of(response):
                         answered_at, cursor = time.monotonic(), told.id
                         if told.event in {"end", "deleted"}:
                             return
@@ -190,6 +197,13 @@ class FraternalClient:
         path = f"{_path(sweep_id)}/events"
         return self._http.stream("GET", path, params={"after": cursor}, headers=accept, timeout=timeout)
 
+    def _stream_of(self, response: httpx.Response) -> Iterator[ServerSentEvent]:
+        if response.is_error:
+            response.read()
+        self._require_success(response)
+        if response.status_code != 204:
+            yield from EventSource(response).iter_sse()
+
     def create_webhook(self, body: dict[str, Any]) -> NewWebhook:
         return self._ask_once("/v1/webhooks", NewWebhook, body)
 
@@ -202,7 +216,7 @@ class FraternalClient:
 
     def delete_webhook(self, webhook_id: str) -> None:
         with self._reaching():
-            _require_success(self._http.delete(_webhook_path(webhook_id)))
+            self._require_success(self._http.delete(_webhook_path(webhook_id)))
 
     def check_ready(self) -> Health:
         """Raises ApiError with status 503 while something is missing."""
@@ -220,7 +234,7 @@ class FraternalClient:
         ):
             if response.is_error:
                 response.read()
-            _require_success(response)
+            self._require_success(response)
             digest = hashlib.sha256()
             for chunk in response.iter_raw():
                 digest.update(chunk)
@@ -260,13 +274,30 @@ class FraternalClient:
     def _ask(self, method: str, path: str, answer: type[Answer], **request: Any) -> Answer:
         with self._reaching():
             response = self._http.request(method, path, **request)
-        _require_success(response)
+        self._require_success(response)
         try:
             return answer.model_validate_json(response.content)
         except ValidationError as error:
             raise ClientError(
                 f"{self.base_url} does not answer as a fraternal service of this version does"
             ) from error
+
+    def _require_success(self, response: httpx.Response) -> None:
+        """Raises ApiError, whose words a service may have made of what it was sent."""
+        if response.is_success:
+            return
+        try:
+            problem = response.json()
+            errors = "".join(f"\n  {_placed(error)}" for error in problem["errors"])
+            text = problem["title"] + errors if errors else problem["detail"]
+            raise ApiError(response.status_code, problem["code"], self._without_token(text))
+        except (ValueError, KeyError, TypeError) as error:
+            where = f"{self.base_url}{response.url.path}"
+            text = f"{where} answered {response.status_code}, not as a fraternal service does"
+            raise ApiError(response.status_code, "unknown", text) from error
+
+    def _without_token(self, text: str) -> str:
+        return text.replace(self._token, "TOKEN") if self._token else text
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -287,12 +318,33 @@ class FraternalClient:
             ) from error
 
 
-def _stream_of(response: httpx.Response) -> Iterator[ServerSentEvent]:
-    if response.is_error:
-        response.read()
-    _require_success(response)
-    if response.status_code != 204:
-        yield from EventSource(response).iter_sse()
+def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str | None:
+    """A client's token: a file's, or the environment's; never the command line's, which everybody can see.
+
+    Raises ClientError.
+    """
+    if token_file is None:
+        return environment.get("FRATERNAL_TOKEN", "").strip() or None
+    try:
+        written = token_file.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ClientError(f"{token_file} holds no token: it is no text") from error
+    if not written:
+        raise ClientError(f"{token_file} holds no token: it is empty")
+    return written
+
+
+def _placed(error: dict[str, Any]) -> str:
+    """What is wrong, after where; what is said of a parameter names it."""
+    message = str(error["message"])
+    return message if error.get("parameter") else f"{error['pointer'] or 'body'}: {message}"
+
+
+def _sendable(token: str) -> str:
+    """Raises ClientError without the token in it: as a header, httpx would name it."""
+    if not (token.isascii() and token.isprintable() and token and " " not in token):
+        raise ClientError("the token given is none: one is a single word that begins with frt_")
+    return token
 
 
 def _path(sweep_id: str) -> str:
@@ -305,21 +357,6 @@ def _webhook_path(webhook_id: str) -> str:
     if not webhook_id.isalnum():
         raise ClientError(f"{webhook_id!r} is no webhook's id; `fraternal webhook ls` lists them")
     return f"/v1/webhooks/{webhook_id}"
-
-
-def _require_success(response: httpx.Response) -> None:
-    if response.is_success:
-        return
-    try:
-        problem = response.json()
-        errors = "".join(
-            f"\n  {error['pointer'] or 'body'}: {error['message']}" for error in problem["errors"]
-        )
-        text = problem["title"] + errors if errors else problem["detail"]
-        raise ApiError(response.status_code, problem["code"], text)
-    except (ValueError, KeyError, TypeError) as error:
-        text = f"{response.url} answered {response.status_code}, not as a fraternal service does"
-        raise ApiError(response.status_code, "unknown", text) from error
 
 
 @contextmanager

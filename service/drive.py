@@ -88,4 +88,7 @@ def _is_fenced(journal: SweepJournal) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Settings()))
+    from_environment = Settings()
+    # Ray's processes inherit the environment; none of them has anything to do with the database.
+    os.environ.pop("FRATERNAL_DATABASE_URL", None)
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), from_environment))

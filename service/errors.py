@@ -12,7 +12,7 @@ class ServiceError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
-    retry_after_s: ClassVar[int | None] = None
+    retry_after_s: int | None = None
     """When to ask again, where that helps."""
 
 
@@ -120,6 +120,65 @@ class UnreadableStudy(ServiceError):
     code = "unreadable_study"
 
 
+class NotSignedIn(ServiceError):
+    """This needs a token."""
+
+    status = 401
+    code = "not_signed_in"
+
+
+class InvalidToken(ServiceError):
+    """The token is not valid."""
+
+    status = 401
+    code = "invalid_token"
+
+
+class InsufficientScope(ServiceError):
+    """The token is not for this."""
+
+    status = 403
+    code = "insufficient_scope"
+
+    def __init__(self, message: str, needed: str) -> None:
+        super().__init__(message)
+        self.needed = needed
+        """The scope that would do."""
+
+
+class ForeignOrigin(ServiceError):
+    """A page of another site has asked for this."""
+
+    status = 403
+    code = "foreign_origin"
+
+
+class UnknownHost(ServiceError):
+    """The service is not known by this name."""
+
+    status = 421
+    code = "unknown_host"
+
+
+class TooManyRequests(ServiceError):
+    """That was asked too often."""
+
+    status = 429
+    code = "too_many_requests"
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DatabaseAway(ServiceError):
+    """The database does not answer."""
+
+    status = 503
+    code = "database_away"
+    retry_after_s = 1
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a request: where, as a JSON pointer into the body, and what would be right."""
@@ -166,6 +225,10 @@ class WebhookNotFound(ServiceError):
 
 class CommandFailed(Exception):
     """A command of the command line cannot go on; the message is for people."""
+
+
+class UnknownToken(CommandFailed):
+    """There is no token of this id."""
 
 
 class IncompatibleDatabase(CommandFailed):

@@ -48,6 +48,8 @@ MARK = "FRATERNAL_DRIVER_OF"
 """Environment variable that marks a driver and all that it starts with the sweep's id."""
 OWNER = "FRATERNAL_OWNER"
 """The mark beside it says whose sweep that is: a database that was restored has sweeps of the same ids."""
+CLIENTS_OWN = {"FRATERNAL_TOKEN", "FRATERNAL_TOKEN_FILE"}
+"""What whoever starts a service may have in the environment, and no driver needs."""
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 """Of x86 and of ARM, in /proc/cpuinfo."""
 LOG_TAIL_BYTES = 2000
@@ -142,7 +144,8 @@ class LocalLauncher:
             "FRATERNAL_STORE_URL": self._settings.resolved_store_url,
             "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray would leave one in the user's home
         }
-        return {**os.environ, **DRIVER_ENVIRONMENT, **settings, MARK: sweep_id, OWNER: self._owner}
+        inherited = {name: value for name, value in os.environ.items() if name not in CLIENTS_OWN}
+        return {**inherited, **DRIVER_ENVIRONMENT, **settings, MARK: sweep_id, OWNER: self._owner}
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
         if driver.get("host", socket.gethostname()) != socket.gethostname():

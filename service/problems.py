@@ -4,13 +4,14 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
+from inspect import getdoc
 from typing import Any, get_args
 
 from fastapi import Response
 from pydantic import ConfigDict
 from pydantic_core.core_schema import ErrorType
 
-from service.errors import Problem
+from service.errors import Problem, ServiceError
 from service.schemas import View
 
 MEDIA_TYPE = "application/problem+json"
@@ -56,6 +57,31 @@ class ProblemDocument(View):
     errors: tuple[ErrorDocument, ...] = ()
     instance: str | None = None
     """Path of the request."""
+
+
+def refusal(
+    error: ServiceError,
+    instance: str,
+    problems: Sequence[Problem] = (),
+    headers: dict[str, str] | None = None,
+) -> Response:
+    """An error of this service as its problem."""
+    document = ProblemDocument(
+        type=f"urn:fraternal:problem:{error.code}",
+        title=(getdoc(type(error)) or "").partition("\n")[0].rstrip("."),
+        status=error.status,
+        detail=str(error),
+        code=error.code,
+        errors=tuple(
+            ErrorDocument(
+                pointer=found.pointer, code=found.code, message=found.message, parameter=found.parameter
+            )
+            for found in problems
+        ),
+        instance=instance,
+    )
+    later = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    return problem_response(document, {**later, **(headers or {})})
 
 
 def problem_response(document: ProblemDocument, headers: dict[str, str] | None = None) -> Response:

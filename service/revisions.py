@@ -52,7 +52,7 @@ def check_schema(url: str, *, served: bool = False) -> None:
     That is where it is newer than this program, or where Optuna's tables are older: it migrates only its own.
     A driver, and a backup, need one that a service of this version has `served`, and so migrated.
     """
-    if _is_missing(url):
+    if is_missing(url):
         if served:
             raise IncompatibleDatabase(f"there is no database {shown(url)}: name the service's --data-dir")
         return
@@ -94,7 +94,7 @@ def _not_served(url: str, found: str | None) -> str:
     )
 
 
-def _is_missing(url: str) -> bool:
+def is_missing(url: str) -> bool:
     """Whether it is a file that is not there: to connect would make it."""
     parsed = make_url(url)
     return parsed.get_backend_name() == "sqlite" and not Path(parsed.database or "").exists()

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -20,14 +21,19 @@ from typing import Self
 from rich.console import Console
 
 from service.client import ClientError, FraternalClient, ServiceUnreachable
+from service.database import open_engine
 from service.errors import CommandFailed
 from service.launcher import end_marked_processes
+from service.settings import own_database_url
+from service.tokens import Tokens
 
 ANNOUNCED = re.compile(r"^API +(http://\S+)/v1/sweeps$", re.MULTILINE)
 """What a service prints once it listens."""
 SLICE_S = 0.1
 """A noted signal is acted on after at most so long."""
 SECONDS_TO_START = 60.0
+LONGEST_COMMAND = timedelta(days=90)
+"""What is left of a command that was killed is not valid for ever."""
 SECONDS_TO_STOP = 30.0
 MARK = "FRATERNAL_STARTED_BY"
 """Environment variable that everything started here inherits, drivers and their workers too."""
@@ -76,7 +82,7 @@ def running_service(data_dir: Path, signals: Signals, console: Console) -> Itera
     What the environment says of another service, its database say, is not for this one.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
-    token, log = secrets.token_hex(8), data_dir / "service.log"
+    mark, log = secrets.token_hex(8), data_dir / "service.log"
     console.print(f"starting a service; it keeps its things in {data_dir} and logs to {log}", soft_wrap=True)
     with log.open("ab") as output:
         position = output.tell()
@@ -85,11 +91,12 @@ def running_service(data_dir: Path, signals: Signals, console: Console) -> Itera
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**_without_settings(os.environ), MARK: token},
+            env={**_without_settings(os.environ), MARK: mark},
             start_new_session=True,  # the terminal's signals are for us: we stop it, in order
         )
     try:
-        with FraternalClient(_address_once_ready(process, signals, log, position)) as client:
+        address = _address_once_ready(process, signals, log, position)
+        with _token_if_asked_for(data_dir) as token, FraternalClient(address, token=token) as client:
             yield client
     except ServiceUnreachable as error:
         raise CommandFailed(
@@ -97,7 +104,24 @@ def running_service(data_dir: Path, signals: Signals, console: Console) -> Itera
             "given once more, the command starts another one, which has what this one kept"
         ) from error
     finally:
-        _stop(process, token)
+        _stop(process, mark)
+
+
+@contextmanager
+def _token_if_asked_for(data_dir: Path) -> Iterator[str | None]:
+    """A token for as long as it takes, where the service over this directory asks for one.
+
+    Elsewhere there is none: with the first one, it would begin to ask.
+    """
+    with closing(Tokens(open_engine(own_database_url(data_dir)))) as tokens:
+        if not tokens.list_tokens():
+            yield None
+            return
+        token, written = tokens.create("for one command", "write", LONGEST_COMMAND)
+        try:
+            yield written
+        finally:
+            tokens.remove(token.id)
 
 
 def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
@@ -125,12 +149,12 @@ def _said(log: Path, position: int) -> str:
     return log.read_bytes()[position:].decode(errors="replace").strip()
 
 
-def _stop(process: subprocess.Popen[bytes], token: str) -> None:
+def _stop(process: subprocess.Popen[bytes], mark: str) -> None:
     """Ask the service to stop; what is still there afterwards, its own children included, is killed."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(SECONDS_TO_STOP)
-    end_marked_processes(MARK, token)
+    end_marked_processes(MARK, mark)
     process.wait()
 
 

@@ -14,13 +14,16 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from sqlalchemy import create_engine
+from sqlalchemy.pool import NullPool
 
 from service.app import create_app
 from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import LocalLauncher
-from service.revisions import database_errors
+from service.revisions import check_schema, database_errors, is_missing
 from service.settings import Settings, read_settings
 from service.streams import Abortable, Streams
+from service.tokens import has_valid_token
 
 SECONDS_FOR_OPEN_REQUESTS = 5
 FILES_BESIDE_STREAMS = 1024
@@ -48,6 +51,7 @@ class _PatientServer(uvicorn.Server):
 def serve_until_stopped(**given: Any) -> None:
     """Serve until SIGINT (exit code 130), SIGTERM or SIGHUP (0). Raises CommandFailed if it cannot start."""
     settings = read_settings(**given)
+    _require_token_off_loopback(settings)
     os.environ["TZ"] = "UTC"  # Optuna stamps trials with naive local time
     time.tzset()
     _allow_files(settings.max_streams + FILES_BESIDE_STREAMS)
@@ -74,6 +78,25 @@ def serve_until_stopped(**given: Any) -> None:
     print(f"stopped; {drivers}", flush=True)
     if server.told_by == signal.SIGINT:
         raise SystemExit(INTERRUPTED)
+
+
+def _require_token_off_loopback(settings: Settings) -> None:
+    """Raises CommandFailed, before anything is made, where others could ask and need not say who."""
+    url = settings.resolved_database_url
+    if settings.on_loopback:
+        return
+    with database_errors():
+        check_schema(url)
+        if is_missing(url) or not _has_valid_token(url):
+            raise CommandFailed(
+                f"host {settings.host!r} is not loopback, other machines can reach it, and there is no valid "
+                f"token: make one with `fraternal token create --name NAME --scope admin --data-dir "
+                f"{settings.data_dir}`, or listen on 127.0.0.1 and come through an SSH tunnel"
+            )
+
+
+def _has_valid_token(url: str) -> bool:
+    return has_valid_token(create_engine(url, poolclass=NullPool))  # without our pragmas, which would write
 
 
 def _allow_files(wished: int) -> None:
@@ -125,3 +148,5 @@ def _announce(settings: Settings, listener: socket.socket) -> None:
     url = f"http://{host}:{listener.getsockname()[1]}"
     for name, path in (("API", "/v1/sweeps"), ("docs", "/docs"), ("dashboard", "/dashboard")):
         print(f"{name:<11}{url}{path}", flush=True)
+    if not settings.on_loopback:
+        print("access     by token; nothing is encrypted here: put a proxy with TLS in front", flush=True)

@@ -1,14 +1,17 @@
 """Settings of the service, from `FRATERNAL_*` environment variables and the command line."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from service.errors import CommandFailed
+from service.hosts import hostname, is_loopback
+from service.rates import parse_rate_limit
 
 
 class Settings(BaseSettings):
@@ -31,16 +34,45 @@ class Settings(BaseSettings):
     webhooks_to_private: bool = False
     """Whether webhooks may be on this machine or in its networks, which their creator may see nothing of."""
     host: str = "127.0.0.1"
+    """Address to listen on. One that other machines can reach needs a token."""
     port: int = Field(default=8123, ge=0, le=65_535)
 
-    @model_validator(mode="after")
-    def _loopback_only(self) -> Self:
-        if self.host not in {"127.0.0.1", "::1", "localhost"}:
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    """Names, separated by commas, of the service besides localhost; off loopback, by default any."""
+    rate_limit: str = "1000/second"
+    """Requests of each token, or of each address without one, as `limits` writes it; `off` for none."""
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _separated_by_commas(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        return tuple(name.strip() for name in given.split(",") if name.strip())
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _names_of_hosts(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        """Without their ports."""
+        if wrong := [name for name in given if not hostname(name)]:
+            raise ValueError(f"{wrong[0]!r} is no name of a host; one is fraternal.example")
+        return tuple(hostname(name) for name in given)
+
+    @field_validator("rate_limit")
+    @classmethod
+    def _in_the_librarys_grammar(cls, limit: str) -> str:
+        parse_rate_limit(limit)
+        return limit
+
+    @field_validator("store_url")
+    @classmethod
+    def _without_a_password(cls, url: str | None) -> str | None:
+        """Every worker is told the store's URL, and Ray keeps what workers are told."""
+        if url is not None and urlsplit(url).password:
             raise ValueError(
-                f"host {self.host!r} is not loopback: this version has no sign-in, so it listens on "
-                "127.0.0.1 only; reach it from elsewhere through an SSH tunnel"
+                "a password in it would be seen in files of Ray: give it by fsspec's configuration, FSSPEC_* "
+                "environment variables or ~/.config/fsspec, and leave it out of the URL"
             )
-        return self
+        return url
 
     @model_validator(mode="after")
     def _database_that_processes_share(self) -> Self:
@@ -53,10 +85,15 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return is_loopback(self.host)
+
+    @property
     def resolved_database_url(self) -> str:
         if self.database_url is not None:
             return self.database_url.get_secret_value()
-        return f"sqlite:///{self.data_dir.resolve() / 'fraternal.db'}"
+        return own_database_url(self.data_dir)
 
     @property
     def resolved_store_url(self) -> str:
@@ -64,6 +101,11 @@ class Settings(BaseSettings):
             return (self.data_dir.resolve() / "checkpoints").as_uri()
         # Workers run in folders of their own: what is relative here is not there.
         return self.store_url if "://" in self.store_url else Path(self.store_url).resolve().as_uri()
+
+
+def own_database_url(data_dir: Path) -> str:
+    """Of the database that a service has where none is named."""
+    return f"sqlite:///{data_dir.resolve() / 'fraternal.db'}"
 
 
 def read_settings(database_url: str | None, **given: Any) -> Settings:

@@ -132,10 +132,25 @@ tokens = Table(
     Column("name", String(200), nullable=False),
     Column("scope", String(16), nullable=False),
     Column("secret_sha256", String(64), nullable=False),
-    Column("session_of", ForeignKey("fraternal_tokens.id", ondelete="CASCADE")),  # a browser's, signed in
     Column("created_at", DateTime, nullable=False),
     Column("expires_at", DateTime),
     Column("revoked_at", DateTime),
+)
+
+sessions = Table(
+    "fraternal_sessions",  # browsers, signed in with a token
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column(
+        "token_id",
+        String(32),
+        ForeignKey("fraternal_tokens.id", ondelete="CASCADE"),
+        nullable=False,
+        index=True,
+    ),
+    Column("secret_sha256", String(64), nullable=False),
+    Column("created_at", DateTime, nullable=False),
+    Column("expires_at", DateTime, nullable=False),
 )
 
 webhooks = Table(

@@ -117,7 +117,7 @@ class _Server(_PatientServer):
 def played_service(data_dir: Path, *, plays: bool = True, **given: Any) -> Iterator[httpx.Client]:
     """A client of a service that runs in this process; unless it plays, its sweeps stay queued.
 
-    What is given are settings.
+    What is given are settings; it listens on loopback, whatever `host` they have.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
     settings = Settings(data_dir=data_dir, **{"port": 0, **given})

@@ -1,14 +1,21 @@
-"""The dashboard as a person sees it: a real browser on the real service, while a sweep runs."""
+"""The service as a person sees it: a real browser on its dashboard, its sign-in and its docs."""
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
+from service.access import COOKIE
+from service.database import migrate, open_engine
+from service.settings import own_database_url
+from service.tokens import Tokens
+from tests.played_service import played_service, submit, wait_for
 from tests.service_process import ServiceProcess, running_service, small_spec, wait_until, write_corpus
 
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -47,6 +54,17 @@ def service(tmp_path: Path) -> Iterator[ServiceProcess]:
         yield running
 
 
+def shown(browser: webdriver.Chrome) -> list[str]:
+    """The page's words, one by one as they stand below each other."""
+    words: str = browser.execute_script("return document.body ? document.body.innerText : ''")
+    return words.splitlines()
+
+
+def complaints(browser: webdriver.Chrome) -> list[str]:
+    """What the console says since it was asked last: of scripts that failed, and that a policy refused."""
+    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
 def test_dashboard_shows_the_trials_of_both_arms_while_they_run(
     browser: webdriver.Chrome, service: ServiceProcess, tmp_path: Path
 ) -> None:
@@ -55,19 +73,47 @@ def test_dashboard_shows_the_trials_of_both_arms_while_they_run(
     service.wait_for_epochs(sweep_id, 2)
     page = service.url + service.sweep(sweep_id)["dashboard_url"]
 
-    def shown() -> list[str]:
-        """The page's words, one by one as they stand below each other."""
-        return browser.find_element(By.TAG_NAME, "body").text.splitlines()
-
     for number, arm in ((0, "fd"), (1, "eld")):
         browser.get(f"{page}/trials?numbers={number}")
-        wait_until(lambda arm=arm: f"arm {arm}" in " ".join(shown()), f"trial {number} of arm {arm} is shown")  # type: ignore[misc]
-        assert f"Trial {number} (trial_id={number + 1})" in shown()
-    assert "Running" in shown(), "trials that run are listed as such"
+        wait_until(
+            lambda words=f"arm {arm}": words in " ".join(shown(browser)),  # type: ignore[misc]
+            f"trial {number} of arm {arm} is shown",
+        )
+        assert f"Trial {number} (trial_id={number + 1})" in shown(browser)
+    assert "Running" in shown(browser), "trials that run are listed as such"
     assert not service.has_ended(sweep_id), "all this was seen while the sweep ran"
 
     browser.get(page)
-    wait_until(lambda: "Intermediate values" in shown(), "the study's page draws its curves")
-    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    wait_until(lambda: "Intermediate values" in shown(browser), "the study's page draws its curves")
+    assert complaints(browser) == []
     service.cancel(sweep_id)
     service.wait_for_end(sweep_id)
+
+
+def test_person_signs_in_by_the_keyboard_sees_dashboard_and_docs_and_signs_out(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    with closing(Tokens(open_engine(own_database_url(tmp_path)))) as tokens:
+        migrate(open_engine(own_database_url(tmp_path)))
+        _, written = tokens.create("person", "write", None)
+    with played_service(tmp_path) as client:
+        client.headers["authorization"] = f"Bearer {written}"
+        sweep = wait_for(client, submit(client), "succeeded")
+        page = str(client.base_url).rstrip("/") + sweep["dashboard_url"]
+        browser.get(page)
+        assert browser.title == "Sign in to fraternal"
+        assert complaints(browser) == []
+        browser.switch_to.active_element.send_keys("frt_of_nobody", Keys.ENTER)
+        wait_until(lambda: "That did not work" in " ".join(shown(browser)), "the alert is shown")
+        browser.get_log("browser")  # which names the 401
+        browser.switch_to.active_element.send_keys(written, Keys.ENTER)
+        wait_until(lambda: "Intermediate values" in shown(browser), "the study's page draws its curves")
+        assert browser.current_url == page
+        assert browser.execute_script("return document.cookie") == "", "no script can read it"
+        browser.get(f"{client.base_url}/docs")
+        wait_until(lambda: "/v1/sweeps" in shown(browser), "the API is described")
+        assert complaints(browser) == []
+        browser.get(f"{client.base_url}/sign-in")
+        browser.find_element(By.CSS_SELECTOR, "button").send_keys(Keys.ENTER)
+        wait_until(lambda: "Sign in to fraternal" in shown(browser), "the sign-in is shown")
+        assert browser.get_cookie(COOKIE) is None

@@ -747,7 +747,7 @@ from service.launcher import LocalLauncher
 from service.settings import Settings
 
 async def ask(app):
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for path in ("/readyz", "/v1/sweeps", "/openapi.json", "/dashboard", "/api/studies"):
             assert (await client.get(path)).status_code == 200
         spec = {"corpus": {"name": "sotu"}, "budget": {"trials": 1}}

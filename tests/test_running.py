@@ -1,14 +1,18 @@
 """A service of one's own: real processes."""
 
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 from rich.console import Console
 
+from service.database import migrate, open_engine
 from service.errors import CommandFailed
 from service.running import Signals, running_service
+from service.settings import own_database_url
+from service.tokens import Tokens
 
 QUIET = Console(quiet=True)
 
@@ -44,6 +48,18 @@ def test_each_command_talks_to_the_service_that_it_started(tmp_path: Path) -> No
                 assert port in {connection.laddr.port for connection in listening}
         assert first.list_sweeps() == []
     assert not {pid_of(one), pid_of(other)} & set(psutil.pids())
+
+
+@pytest.mark.slow
+def test_a_command_signs_in_where_that_is_asked_for_and_nowhere_begins_it(tmp_path: Path) -> None:
+    with closing(Tokens(open_engine(own_database_url(tmp_path)))) as tokens:
+        migrate(open_engine(own_database_url(tmp_path)))
+        for _ in range(2):
+            before = tokens.list_tokens()
+            with Signals() as signals, running_service(tmp_path, signals, QUIET) as client:
+                assert client.list_sweeps() == []
+            assert tokens.list_tokens() == before
+            tokens.create("somebody", "read", None)
 
 
 def ask_a_service_that_was_killed(data_dir: Path) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 from optuna.storages import InMemoryStorage
+from ray import cloudpickle
 
 import trials.search
 from tests.fakes import MemoryJournal, open_ledger, spec
 from trials.ledger import StudyLedger
-from trials.search import LONG_START_S, StudySearch
+from trials.search import LONG_START_S, LedgerScheduler, StudySearch
 
 
 @pytest.fixture
@@ -87,6 +88,15 @@ def test_worker_that_never_comes_to_speak_is_told_of_but_has_time_to_start(
     assert search.end_hung()
     clock.at += 2
     assert not search.end_hung()
+
+
+def test_tune_can_pickle_the_searcher_and_the_scheduler_and_learns_nothing(ledger: StudyLedger) -> None:
+    """It writes them to its folder; the ledger's storage knows the database's password."""
+    vars(ledger)["database_url"] = "postgresql://fraternal:xyzzy-secret@host/name"
+    search = StudySearch(ledger, {"store_url": "xyzzy-secret"})
+    search.suggest("a")
+    for pickled in (search, LedgerScheduler(ledger, search)):
+        assert b"xyzzy" not in cloudpickle.dumps(pickled)
 
 
 def test_trial_that_has_ended_is_no_longer_watched(ledger: StudyLedger, clock: Clock) -> None:

@@ -20,6 +20,7 @@ import psutil
 import ray
 from ray import tune
 from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tuner
+from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
 
 from models.config import Precision
 from trials.ledger import Fenced, Journal, StudyLedger
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
 EXIT_FENCED = 0
+STORES_SECRETS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"}
 EXIT_RAY_DIED = 75  # EX_TEMPFAIL: start another driver
 
 
@@ -95,6 +97,8 @@ class PauseSwitch:
 
 
 def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch: Path) -> None:
+    # Workers inherit them; Tune would hand them over as a runtime environment, which Ray writes into a log.
+    ENV_VARS_TO_PROPAGATE.difference_update(STORES_SECRETS)
     room = room_for(resources)
     tuner = Tuner(
         tune.with_resources(LanguageModelTrial, {"cpu": resources.cpus, "gpu": resources.gpus}),

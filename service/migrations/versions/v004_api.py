@@ -1,5 +1,5 @@
 """What an API that people build on keeps: revisions, points, wishes for single trials, answers to repeat,
-tokens, webhooks.
+tokens and sessions, webhooks.
 """
 
 import json
@@ -74,10 +74,17 @@ def upgrade() -> None:
         sa.Column("name", sa.String(200), nullable=False),
         sa.Column("scope", sa.String(16), nullable=False),
         sa.Column("secret_sha256", sa.String(64), nullable=False),
-        sa.Column("session_of", sa.String(32), to("fraternal_tokens")),
         sa.Column("created_at", sa.DateTime, nullable=False),
         sa.Column("expires_at", sa.DateTime),
         sa.Column("revoked_at", sa.DateTime),
+    )
+    op.create_table(
+        "fraternal_sessions",
+        sa.Column("id", sa.String(32), primary_key=True),
+        sa.Column("token_id", sa.String(32), to("fraternal_tokens"), nullable=False, index=True),
+        sa.Column("secret_sha256", sa.String(64), nullable=False),
+        sa.Column("created_at", sa.DateTime, nullable=False),
+        sa.Column("expires_at", sa.DateTime, nullable=False),
     )
     op.create_table(
         "fraternal_webhooks",
