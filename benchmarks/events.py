@@ -72,7 +72,7 @@ class Watcher(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        request = f"GET /v1/sweeps/{SWEEP}/events?after=newest HTTP/1.1\r\nHost: x\r\n\r\n"
+        request = f"GET /v1/sweeps/{SWEEP}/events?after=newest HTTP/1.1\r\nHost: localhost\r\n\r\n"
         transport.write(request.encode())
 
     def data_received(self, data: bytes) -> None:

@@ -209,7 +209,7 @@ class FraternalClient:
             yield from EventSource(response).iter_sse()
 
     def create_webhook(self, body: dict[str, Any]) -> NewWebhook:
-        return self._ask("POST", "/v1/webhooks", NewWebhook, json=body)
+        return self._ask_once("/v1/webhooks", NewWebhook, body)
 
     def list_webhooks(self) -> list[WebhookView]:
         """The oldest first."""

@@ -1,10 +1,11 @@
 """Webhooks over HTTP."""
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
 
-from service.routes import BAD_SPEC, _problems, _require_json
+from service.routes import BAD_SPEC, KEYED, Carrying, _problems, _require_json
 from service.webhook_schemas import NewWebhook, TestedWebhook, WebhookList, WebhookRequest, WebhookView
 from service.webhooks import Webhooks
 
@@ -17,21 +18,23 @@ def _webhooks(request: Request) -> Webhooks:
     return webhooks
 
 
+def _place(webhook: NewWebhook) -> dict[str, str]:
+    return {"location": f"/v1/webhooks/{webhook.id}"}
+
+
 Known = Annotated[Webhooks, Depends(_webhooks)]
 
-webhooks = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
+webhooks = APIRouter(prefix="/v1/webhooks", tags=["webhooks"], dependencies=[Depends(_require_json)])
 
 
-@webhooks.post("", status_code=201, responses=BAD_SPEC, dependencies=[Depends(_require_json)])
-def create_webhook(request: WebhookRequest, known: Known, response: Response) -> NewWebhook:
+@webhooks.post("", status_code=201, response_model=NewWebhook, responses={**KEYED, **BAD_SPEC})
+def create_webhook(request: WebhookRequest, known: Known, once: Carrying) -> Response:
     """Have events sent to a URL as they happen, signed as Standard Webhooks have it.
 
     The answer has the secret that they are signed with: it is told only here. A message is tried again until
     its receiver answers with 2xx, for a day; one that answers 410 is sent nothing more.
     """
-    webhook = known.create(request)
-    response.headers["location"] = f"/v1/webhooks/{webhook.id}"
-    return webhook
+    return once(partial(known.create, request), 201, _place)
 
 
 @webhooks.get("")

@@ -16,12 +16,13 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from pydantic_core import to_json
-from sqlalchemy import Engine, RowMapping, delete, func, insert, select, update
+from sqlalchemy import Connection, Engine, RowMapping, delete, func, insert, select, update
 
 from service.database import aware, naive, now
 from service.errors import InvalidWebhook, Problem, WebhookNotFound
 from service.event_log import find_sweep
 from service.events import encode_message
+from service.schemas import View
 from service.sending import Message, RefusedAddress, Undeliverable, parse_url, resolve, send
 from service.tables import deliveries, sweeps, webhooks
 from service.webhook_schemas import NewWebhook, TestedWebhook, WebhookRequest, WebhookView
@@ -61,8 +62,13 @@ class Webhooks:
         self._engine = engine
         self._to_private = to_private
 
-    def create(self, request: WebhookRequest) -> NewWebhook:
-        """Raises InvalidWebhook. The secret is told here and never again."""
+    def create(
+        self, request: WebhookRequest, within: Callable[[Connection, View], None] | None = None
+    ) -> NewWebhook:
+        """Raises InvalidWebhook. The secret is told here and never again.
+
+        `within` is done in the same transaction, with the answer.
+        """
         url = self._checked_url(request.url)
         secret = f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
         values = {
@@ -81,7 +87,11 @@ class Webhooks:
             if connection.execute(select(func.count()).select_from(webhooks)).scalar_one() >= MOST_WEBHOOKS:
                 raise _refused("", "too_many_webhooks", f"there are {MOST_WEBHOOKS} already: delete one")
             connection.execute(insert(webhooks).values(values))
-        return NewWebhook(**dict(self.get(str(values["id"]))), secret=secret)
+            row = connection.execute(_with_pending().where(webhooks.c.id == values["id"])).mappings().one()
+            created = NewWebhook(**dict(_view(row)), secret=secret)
+            if within is not None:
+                within(connection, created)
+        return created
 
     def _checked_url(self, written: str) -> str:
         try:

@@ -349,8 +349,9 @@ def raw_stream(client: httpx.Client, sweep_id: str, after: int = 0) -> socket.so
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
     connection.connect(("127.0.0.1", client.base_url.port))
-    head = f"GET {path(sweep_id)} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-    connection.sendall(f"{head}Last-Event-ID: {after}\r\n\r\n".encode())
+    head = f"GET {path(sweep_id)} HTTP/1.1\r\nhost: localhost\r\nconnection: close"
+    request = f"{head}\r\nlast-event-id: {after}\r\n\r\n"
+    connection.sendall(request.encode())
     connection.settimeout(20)
     return connection
 

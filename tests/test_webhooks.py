@@ -542,6 +542,17 @@ def test_a_secret_is_told_once(client: httpx.Client, receiver: Receiver) -> None
     assert "secret" not in client.get("/v1/webhooks").text
 
 
+def test_a_webhook_that_is_asked_for_twice_with_one_key_is_made_once(
+    client: httpx.Client, receiver: Receiver
+) -> None:
+    before = len(client.get("/v1/webhooks").json()["webhooks"])
+    key = {"idempotency-key": "made-once"}
+    first, second = (client.post("/v1/webhooks", json={"url": receiver.url}, headers=key) for _ in range(2))
+    assert (first.status_code, second.status_code) == (201, 201)
+    assert first.json() == second.json()
+    assert len(client.get("/v1/webhooks").json()["webhooks"]) == before + 1
+
+
 def test_a_test_says_what_the_receiver_says(client: httpx.Client, receiver: Receiver) -> None:
     webhook = client.post("/v1/webhooks", json={"url": receiver.url}).json()
     taken = client.post(f"/v1/webhooks/{webhook['id']}:test").json()
