@@ -15,7 +15,16 @@ import httpx
 from pydantic import ValidationError
 
 from service.errors import CommandFailed
-from service.schemas import Health, SweepDetail, SweepList, SweepView, TrialDetail, TrialList, TrialView, View
+from service.schemas import (
+    Readiness,
+    SweepDetail,
+    SweepList,
+    SweepView,
+    TrialDetail,
+    TrialList,
+    TrialView,
+    View,
+)
 
 TIMEOUT_S = 30.0
 
@@ -90,9 +99,9 @@ class FraternalClient:
     def best(self, sweep_id: str) -> TrialView:
         return self._ask("GET", f"{_path(sweep_id)}/best", TrialView)
 
-    def check_ready(self) -> Health:
+    def check_ready(self) -> Readiness:
         """Raises ApiError with status 503 while something is missing."""
-        return self._ask("GET", "/readyz", Health)
+        return self._ask("GET", "/readyz", Readiness)
 
     def fetch(self, sweep_id: str, path: Path) -> str:
         """Download the best checkpoint to `path`, whole or not at all; returns its SHA-256.
@@ -161,7 +170,8 @@ def _require_success(response: httpx.Response) -> None:
     try:
         problem = response.json()
         errors = "".join(
-            f"\n  {error['pointer'] or 'body'}: {error['message']}" for error in problem["errors"]
+            f"\n  {error.get('parameter') or error['pointer'] or 'body'}: {error['message']}"
+            for error in problem["errors"]
         )
         text = problem["title"] + errors if errors else problem["detail"]
         raise ApiError(response.status_code, problem["code"], text)

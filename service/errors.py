@@ -61,6 +61,13 @@ class UnreadableStudy(ServiceError):
     code = "unreadable_study"
 
 
+class DatabaseAway(ServiceError):
+    """The database does not answer."""
+
+    status = 503
+    code = "database_away"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a request: where, as a JSON pointer into the body, and what would be right."""
@@ -68,17 +75,25 @@ class Problem:
     pointer: str
     code: str
     message: str
+    parameter: str | None = None
+    """Name of the query parameter or header that is wrong, in place of the pointer."""
 
 
-class InvalidSpec(ServiceError):
-    """The sweep cannot run here as it is asked for."""
+class InvalidRequest(ServiceError):
+    """The request is not what is taken here."""
 
     status = 422
-    code = "invalid_spec"
+    code = "invalid_request"
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
         self.problems = problems
+
+
+class InvalidSpec(InvalidRequest):
+    """The sweep cannot run here as it is asked for."""
+
+    code = "invalid_spec"
 
 
 class CommandFailed(Exception):

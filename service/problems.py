@@ -4,16 +4,20 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
+from inspect import getdoc
 from typing import Any, get_args
 
 from fastapi import Response
 from pydantic import ConfigDict
 from pydantic_core.core_schema import ErrorType
 
-from service.errors import Problem
+from service.errors import InvalidRequest, Problem, ServiceError
+from service.requests import current_request_id
 from service.schemas import View
 
 MEDIA_TYPE = "application/problem+json"
+MOST_PROBLEMS = 100
+"""That are told of one request: it may have more wrong with it than anybody reads, or should be sent."""
 EXTRA = {"extra_forbidden", "unexpected_keyword_argument"}
 """What pydantic calls an unknown field, of a model and of a dataclass."""
 NO_TAG, WRONG_TAG = "union_tag_not_found", "union_tag_invalid"
@@ -32,8 +36,10 @@ Schema = dict[str, Any]
 class ErrorDocument(View):
     """One thing wrong with the request."""
 
-    pointer: str
-    """RFC 6901 JSON pointer into the request's body; empty for the whole of it."""
+    pointer: str | None
+    """RFC 6901 JSON pointer into the request's body; empty for all of it, null where it is elsewhere."""
+    parameter: str | None = None
+    """Name of the query parameter or header that is wrong; null where it is the body."""
     code: str
     message: str
     """What would be right."""
@@ -54,13 +60,47 @@ class ProblemDocument(View):
     errors: tuple[ErrorDocument, ...] = ()
     instance: str | None = None
     """Path of the request."""
+    request_id: str | None = None
+    """The answer's X-Request-Id, which the lines of the service's log have, too."""
 
 
 def problem_response(document: ProblemDocument, headers: dict[str, str] | None = None) -> Response:
+    document = document.model_copy(update={"request_id": current_request_id()})
     return Response(document.model_dump_json(), document.status, headers, media_type=MEDIA_TYPE)
 
 
-def plain_problem(status: int, detail: str, instance: str) -> ProblemDocument:
+def refusal(error: ServiceError, instance: str, headers: dict[str, str] | None = None) -> Response:
+    """What the service answers where it cannot do as it was asked."""
+    return problem_response(document_of(error, instance), headers)
+
+
+def document_of(error: ServiceError, instance: str) -> ProblemDocument:
+    problems = error.problems if isinstance(error, InvalidRequest) else []
+    return ProblemDocument(
+        type=f"urn:fraternal:problem:{error.code}",
+        title=title_of(type(error)),
+        status=error.status,
+        detail=str(error),
+        code=error.code,
+        errors=tuple(map(_document, problems[:MOST_PROBLEMS])),
+        instance=instance,
+    )
+
+
+def title_of(kind: type[ServiceError]) -> str:
+    return (getdoc(kind) or "").partition("\n")[0].rstrip(".")
+
+
+def _document(found: Problem) -> ErrorDocument:
+    return ErrorDocument(
+        pointer=found.pointer if found.parameter is None else None,
+        parameter=found.parameter,
+        code=found.code,
+        message=found.message,
+    )
+
+
+def plain_problem(status: int, detail: str, instance: str | None) -> ProblemDocument:
     """A problem that its HTTP status names well enough."""
     phrase = PHRASES.get(status) or HTTPStatus(status).phrase
     code = phrase.lower().replace(" ", "_").replace("-", "_")

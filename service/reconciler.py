@@ -64,6 +64,16 @@ class Reconciler:
             threading.Thread(target=self._run_collecting, name="retention", daemon=True),
         ]
 
+    @property
+    def holds_lease(self) -> bool:
+        """Whether this controller was the one that acts when it last looked."""
+        return self._holds_lease
+
+    @property
+    def looked_at(self) -> datetime | None:
+        """When its latest look began; None before the first."""
+        return self._looked_at
+
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
@@ -124,7 +134,8 @@ class Reconciler:
             try:
                 self._look_at(record)
             except Exception:
-                log.exception("sweep %s could not be brought to what is wished for", record.id)
+                words = "sweep %s could not be brought to what is wished for"
+                log.exception(words, record.id, extra={"sweep_id": record.id})
 
     def _look_at(self, record: SweepRecord) -> None:
         match record.state:
@@ -177,7 +188,8 @@ class Reconciler:
         self._launcher.end(record.id)
         driver = self._launcher.launch(record.id, generation)
         self._records.set_driver(record.id, generation, driver)
-        log.info("sweep %s: started driver generation %d", record.id, generation)
+        words = "sweep %s: started driver generation %d"
+        log.info(words, record.id, generation, extra={"sweep_id": record.id})
 
     def _give_up(self, record: SweepRecord, fruitless: int) -> None:
         words = self._launcher.log_tail(record.id)
@@ -198,7 +210,8 @@ class Reconciler:
             try:
                 self._close_trials(record.id, failure)
             except (ValueError, KeyError, TypeError) as error:  # damaged rows keep no sweep from its end
-                log.exception("the open trials of sweep %s could not be closed", record.id)
+                words = "the open trials of sweep %s could not be closed"
+                log.exception(words, record.id, extra={"sweep_id": record.id})
                 damaged = f"its open trials could not be closed: {type(error).__name__}: {error}"
                 reason = damaged if reason is None else f"{reason}; {damaged}"
         self._records.finish(record.id, generation, verb, reason)

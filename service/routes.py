@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, HTTPException, Path, Request, Response
+from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import RedirectResponse
 
 from service.downloads import download
+from service.health import check_ready
 from service.problems import ProblemDocument
 from service.schemas import (
     Extension,
     Health,
+    Readiness,
     RetryRequest,
     SweepDetail,
     SweepList,
@@ -55,19 +57,13 @@ def _controller(request: Request) -> SweepController:
     return controller
 
 
-def _require_json(request: Request) -> None:
-    sent = request.headers.get("content-type", "")
-    if sent.partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, f"send the spec as application/json, not {sent or 'without a content type'}")
-
-
 Controller = Annotated[SweepController, Depends(_controller)]
 
 sweeps = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
 health = APIRouter(tags=["health"])
 
 
-@sweeps.post("", status_code=201, responses=BAD_SPEC, dependencies=[Depends(_require_json)])
+@sweeps.post("", status_code=201, responses=BAD_SPEC)
 def create_sweep(spec: SweepRequest, controller: Controller, response: Response) -> SweepDetail:
     """Ask for a sweep. It is queued, and runs when its turn comes."""
     sweep = controller.create(spec)
@@ -105,12 +101,7 @@ def cancel_sweep(sweep_id: SweepId, controller: Controller) -> SweepView:
     return controller.ask(sweep_id, "cancel")
 
 
-@sweeps.post(
-    "/{sweep_id}:extend",
-    status_code=202,
-    responses={**NO_SUCH, **ILLEGAL, **BAD_SPEC},
-    dependencies=[Depends(_require_json)],
-)
+@sweeps.post("/{sweep_id}:extend", status_code=202, responses={**NO_SUCH, **ILLEGAL, **BAD_SPEC})
 def extend_sweep(sweep_id: SweepId, by: Extension, controller: Controller) -> SweepView:
     """Raise a sweep's budget. One that has ended goes on with its next trial."""
     return controller.extend(sweep_id, by)
@@ -177,13 +168,31 @@ def healthz() -> Health:
 
 @health.get(
     "/readyz",
-    responses={503: {"model": Health, "description": "Something that the service needs is missing."}},
+    responses={503: {"model": Readiness, "description": "Something that the service needs is missing."}},
 )
-def readyz(controller: Controller, response: Response) -> Health:
-    """The service can take and run sweeps."""
-    not_ready = controller.check_ready()
-    response.status_code = 503 if not_ready else 200
-    return Health(status="not ready" if not_ready else "ready", not_ready=not_ready)
+def readyz(controller: Controller, request: Request, response: Response) -> Readiness:
+    """The service can take and run sweeps: its database, its disk and its reconciler are well."""
+    found = check_ready(controller, request.app.state.reconciler)
+    response.status_code = 503 if found.not_ready else 200
+    return found
+
+
+@health.get(
+    "/metrics",
+    response_class=Response,
+    responses={
+        200: {
+            "content": {
+                "text/plain": {"schema": {"type": "string"}},
+                "application/openmetrics-text": {"schema": {"type": "string"}},
+            }
+        }
+    },
+)
+def metrics(request: Request) -> Response:
+    """What Prometheus scrapes: the queue, trials, failures, epochs, drivers, the disk, and these requests."""
+    body, content_type = request.app.state.metrics.written(request.headers.get("accept", ""))
+    return Response(body, headers={"content-type": content_type})
 
 
 @health.get("/", include_in_schema=False)

@@ -1,7 +1,6 @@
 """`fraternal serve`: uvicorn in this process, and an orderly end."""
 
 import fcntl
-import logging
 import os
 import signal
 import socket
@@ -17,6 +16,8 @@ import uvicorn
 from service.app import create_app
 from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import LocalLauncher
+from service.logs import log_to_standard_error
+from service.protocol import Http
 from service.revisions import database_errors
 from service.settings import Settings, read_settings
 
@@ -39,13 +40,16 @@ def serve_until_stopped(**given: Any) -> None:
     os.environ["TZ"] = "UTC"  # Optuna stamps trials with naive local time
     time.tzset()
     with _sole_user_of(settings.data_dir), _listening(settings) as listener:
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        log_to_standard_error(settings.log_format, settings.log_level)
         with database_errors():
             application = create_app(settings, LocalLauncher(settings))
         server = _PatientServer(
             uvicorn.Config(
                 application,
-                log_level="warning",
+                http=Http,
+                ws="none",
+                log_config=None,  # its lines are among ours
+                access_log=False,  # ours says more, and no query
                 timeout_graceful_shutdown=SECONDS_FOR_OPEN_REQUESTS,
                 server_header=False,
             )

@@ -1,7 +1,7 @@
 """Settings of the service, from `FRATERNAL_*` environment variables and the command line."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -26,6 +26,10 @@ class Settings(BaseSettings):
     """Sweeps that run at once; the others wait in the order in which they came."""
     stop_drivers: bool = False
     """Whether the service, when it stops, also stops the drivers that it started; by default they go on."""
+    log_format: Literal["text", "json"] = "text"
+    """`text` is for people, `json` an object a line for programs; both go to standard error."""
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    """What is logged at least; `info` has a line a request. Default: `warning` as text, `info` as JSON."""
     host: str = "127.0.0.1"
     port: int = Field(default=8123, ge=0, le=65_535)
 

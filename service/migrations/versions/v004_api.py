@@ -1,5 +1,5 @@
 """What an API that people build on keeps: revisions, points, wishes for single trials, answers to repeat,
-tokens, webhooks.
+tokens, webhooks, totals.
 """
 
 import sqlalchemy as sa
@@ -75,4 +75,9 @@ def upgrade() -> None:
         sa.Column("event_id", sa.Integer, to("fraternal_events"), primary_key=True),
         sa.Column("attempts", sa.Integer, nullable=False),
         sa.Column("due_at", sa.DateTime, nullable=False, index=True),
+    )
+    op.create_table(
+        "fraternal_totals",
+        sa.Column("name", sa.String(32), primary_key=True),
+        sa.Column("value", sa.Integer, nullable=False),
     )
