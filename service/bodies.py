@@ -118,7 +118,7 @@ def _problems_in(value: Any) -> Iterator[Problem]:
     waiting: list[tuple[Place, Any]] = [((), value)]
     while waiting:
         place, found = waiting.pop()
-        if len(place) > MAX_LEVELS:
+        if isinstance(found, list) and len(place) >= MAX_LEVELS:
             raise HTTPException(400, f"the body has more than {MAX_LEVELS} levels")
         if isinstance(found, _Members):
             yield from _problems_of_keys(place, Counter(key for key, _ in found))

@@ -135,11 +135,11 @@ class _Service(Collector):
 def _counted(connection: Connection) -> Iterator[Metric]:
     of_state: Counter[str] = Counter(dict.fromkeys(get_args(State), 0))
     by_state = select(sweeps.c.state, func.count()).group_by(sweeps.c.state)
-    of_state.update(dict(connection.execute(by_state).tuples().all()))
+    of_state.update({state: count for state, count in connection.execute(by_state)})
     yield _gauge("fraternal_queue_length", "Sweeps that wait for their turn.", of_state["queued"])
     yield _gauges("fraternal_sweeps", "Sweeps there are.", "state", of_state)
     yield from _trials(connection)
-    kept: dict[str, int] = dict(connection.execute(select(totals.c.name, totals.c.value)).tuples().all())
+    kept = {name: value for name, value in connection.execute(select(totals.c.name, totals.c.value))}
     recorded = connection.execute(select(func.count()).select_from(epochs)).scalar_one()
     for name, what, value in (
         ("epochs", "Epochs that were recorded.", recorded + kept.get("epochs_of_deleted_sweeps", 0)),

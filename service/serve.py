@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from service.app import create_app
 from service.errors import INTERRUPTED, CommandFailed
@@ -22,6 +23,19 @@ from service.revisions import database_errors
 from service.settings import Settings, read_settings
 
 SECONDS_FOR_OPEN_REQUESTS = 5
+
+
+def server_config(application: ASGIApp, **options: Any) -> uvicorn.Config:
+    """How our application is served."""
+    return uvicorn.Config(
+        application,
+        http=Http,
+        ws="none",
+        log_config=None,  # its lines are among ours
+        access_log=False,  # ours says more, and no query
+        server_header=False,
+        **options,
+    )
 
 
 class _PatientServer(uvicorn.Server):
@@ -44,15 +58,7 @@ def serve_until_stopped(**given: Any) -> None:
         with database_errors():
             application = create_app(settings, LocalLauncher(settings))
         server = _PatientServer(
-            uvicorn.Config(
-                application,
-                http=Http,
-                ws="none",
-                log_config=None,  # its lines are among ours
-                access_log=False,  # ours says more, and no query
-                timeout_graceful_shutdown=SECONDS_FOR_OPEN_REQUESTS,
-                server_header=False,
-            )
+            server_config(application, timeout_graceful_shutdown=SECONDS_FOR_OPEN_REQUESTS)
         )
         signal.signal(signal.SIGHUP, server.handle_exit)
         listener.listen()

@@ -14,6 +14,7 @@ from service.app import create_app
 from service.database import open_engine
 from service.launcher import Capacity
 from service.records import Records, SweepJournal
+from service.serve import server_config
 from service.settings import Settings
 from service.studies import open_storage, study_to_go_on_with, write_down
 from trials.ledger import Failure, Report, StudyLedger, Task
@@ -114,10 +115,9 @@ def played_service(data_dir: Path, *, plays: bool = True) -> Iterator[httpx.Clie
     settings = Settings(data_dir=data_dir, port=0)
     app = create_app(settings, PlayingLauncher(settings))
     server = _Server(
-        uvicorn.Config(
+        server_config(
             app,
             port=0,
-            log_level="critical",
             lifespan="on" if plays else "off",
             timeout_keep_alive=60,  # a busy machine may let a test wait for longer than by default
         )
