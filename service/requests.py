@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from uuid import uuid4
 
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
@@ -98,8 +99,17 @@ class EveryRequest:
 
 def route_of(scope: Scope) -> str:
     """The template of the route that a request has come to: there are only so many."""
-    template = getattr(scope.get("route"), "path_format", None)
+    route = scope.get("route") or _find_plain_route(scope)
+    template = getattr(route, "path_format", None)
     return template if isinstance(template, str) else UNMATCHED
+
+
+def _find_plain_route(scope: Scope) -> Route | None:
+    """FastAPI notes its own routes only, not the dashboard's, or that of the API's description."""
+    if "endpoint" not in scope:
+        return None
+    routes = [route for route in scope["app"].routes if isinstance(route, Route)]
+    return next((route for route in routes if route.matches(scope)[0] != Match.NONE), None)
 
 
 def _given_id(scope: Scope) -> str | None:
