@@ -35,6 +35,7 @@ TAGS = [
     {"name": "sweeps", "description": "Ask for sweeps, follow and steer them, and fetch what they found."},
     {"name": "health", "description": "For those who run the service, and for what watches it."},
 ]
+NOT_THERE_AT_FIRST = {"getBest", "getBestCheckpoint"}
 HEADERS: dict[str, dict[str, Any]] = {
     HEADER: {
         "description": "Names the request in answers and logs; a client's own is taken over if it is sane.",
@@ -149,22 +150,46 @@ def _add_parameter_examples(operation: Operation) -> None:
             parameter.setdefault("example", examples[parameter["name"]])
 
 
-def _in_path(operation: Operation) -> list[str]:
-    return [given["name"] for given in operation.get("parameters", []) if given["in"] == "path"]
-
-
 def _add_links(description: Description) -> None:
-    """A sweep that was made may be looked at, steered and deleted: by whatever takes a sweep's id."""
-    takers = {
-        operation["operationId"]: operation["summary"]
-        for _, _, operation in operations(description)
-        if _in_path(operation) == ["sweep_id"]
-    }
-    links = {
-        name: {"operationId": name, "description": summary, "parameters": {"sweep_id": "$response.body#/id"}}
-        for name, summary in takers.items()
-    }
-    for _, _, operation in operations(description):
-        made = operation["responses"].get("201", {})
-        if _ref(made).endswith("/SweepDetail"):
-            made["links"] = links
+    """From an answer that has a sweep, or a trial, to whatever may be asked of it.
+
+    What is not there before an epoch is done, no link leads to from where a sweep was made.
+    """
+    targets = {operation["operationId"]: operation for _, _, operation in operations(description)}
+    for path, method, operation in operations(description):
+        for status, response in operation["responses"].items():
+            schema = _ref(response).rpartition("/")[2]
+            if not status.startswith("2") or method == "delete":
+                continue
+            absent = NOT_THERE_AT_FIRST if status == "201" else set()
+            links = {
+                name: {"operationId": name, "description": target["summary"], "parameters": known}
+                for name, target in targets.items()
+                if name not in absent and (known := _known(description, path, schema, target))
+            }
+            if links:
+                response["links"] = links
+
+
+def _known(description: Description, path: str, schema: str, target: Operation) -> dict[str, str] | None:
+    """Where an answer of this schema, to a request at this path, has what the target takes in its path."""
+    schemas = description["components"]["schemas"]
+    places = {name: f"$request.path.{name}" for name in ("sweep_id", "number") if f"{{{name}}}" in path}
+    for pointer, fields in _objects(schema, schemas):
+        if "id" in fields and "state" in fields:
+            places["sweep_id"] = f"$response.body#{pointer}/id"
+        if "number" in fields and "sweep_id" in places:
+            places["number"] = f"$response.body#{pointer}/number"
+    taken = [given["name"] for given in target.get("parameters", []) if given["in"] == "path"]
+    from_the_answer = any(places.get(name, "").startswith("$response") for name in taken)
+    return {name: places[name] for name in taken} if from_the_answer and places.keys() >= set(taken) else None
+
+
+def _objects(schema: str, schemas: dict[str, Any]) -> Iterator[tuple[str, set[str]]]:
+    """(pointer, fields) of the object that an answer is, or of the first one in its list."""
+    properties = schemas.get(schema, {}).get("properties", {})
+    yield "", set(properties)
+    for name, below in properties.items():
+        item = below.get("items", {}).get("$ref", "").rpartition("/")[2]
+        if item:
+            yield f"/{name}/0", set(schemas[item].get("properties", {}))

@@ -109,10 +109,12 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def played_service(data_dir: Path, *, plays: bool = True) -> Iterator[httpx.Client]:
+def played_service(
+    data_dir: Path, *, plays: bool = True, database_url: str | None = None
+) -> Iterator[httpx.Client]:
     """A client of a service that runs in this process; unless it plays, its sweeps stay queued."""
     data_dir.mkdir(parents=True, exist_ok=True)
-    settings = Settings(data_dir=data_dir, port=0)
+    settings = Settings(data_dir=data_dir, port=0, database_url=database_url)
     app = create_app(settings, PlayingLauncher(settings))
     server = _Server(
         server_config(
