@@ -5,15 +5,16 @@ A body over the limit is refused before it is read where its length is announced
 can keep, and so many levels.
 """
 
+import asyncio
 import json
 import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from email.message import Message as Headers
 from itertools import islice
 from typing import Any
 
-import anyio
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
@@ -199,9 +200,10 @@ def _closing(receive: Receive, send: Send) -> Send:
     """Answers, lets the client finish for a moment, and closes the connection, whatever it still sends."""
 
     async def drain() -> None:
-        with anyio.move_on_after(LINGER_S):
-            while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
-                pass
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await receive()).get("more_body", False):
+                    pass
 
     async def send_and_close(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import RedirectResponse
 
-from service.downloads import download
+from service.downloads import RESPONSES, download
 from service.health import check_ready
 from service.problems import ProblemDocument
 from service.schemas import (
@@ -44,12 +44,6 @@ BAD_SPEC = _problems(
     }
 )
 ILLEGAL = _problems({409: "The sweep's state does not allow it; the answer lists what is legal."})
-FILE: Responses = {
-    200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}},
-    206: {"description": "The range of bytes that was asked for."},
-    304: {"description": "The checkpoint is still the one whose ETag was sent."},
-    **_problems({416: "The range lies outside the file."}),
-}
 
 
 def _controller(request: Request) -> SweepController:
@@ -153,7 +147,7 @@ def get_best(sweep_id: SweepId, controller: Controller) -> TrialView:
     return controller.best(sweep_id)
 
 
-@sweeps.get("/{sweep_id}/best/checkpoint", responses={**NO_SUCH, **FILE}, response_class=Response)
+@sweeps.get("/{sweep_id}/best/checkpoint", responses={**NO_SUCH, **RESPONSES}, response_class=Response)
 @sweeps.head("/{sweep_id}/best/checkpoint", include_in_schema=False)
 def get_best_checkpoint(sweep_id: SweepId, controller: Controller, request: Request) -> Response:
     """The best trial's weights, configuration, vocabulary and metrics as a tar; also while the sweep runs."""

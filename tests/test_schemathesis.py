@@ -27,6 +27,7 @@ from service.settings import Settings
 from service.tables import sweeps
 from tests.fakes import MemoryLauncher
 from tests.played_service import played_service, submit, wait_for
+from trials.corpora import CorpusError
 
 FIRST_SEED = 1
 MOST_ROUNDS = 60
@@ -123,6 +124,10 @@ def _wait_until_it_is_gone(_: Any, case: schemathesis.Case, response: schemathes
             time.sleep(0.02)
 
 
+def _no_network(*_: Any) -> None:
+    raise CorpusError("the tests ask nobody outside", "/name")
+
+
 @pytest.fixture
 def app(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FastAPI]:
     """Over a database that has a sweep with trials, failures and checkpoints in every state."""
@@ -137,6 +142,7 @@ def app(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[F
             connection.execute(update(sweeps).where(of_id).values(state=state, driver=None))
     engine.dispose()
     monkeypatch.setattr("service.reconciler.PERIOD_S", 0.02)
+    monkeypatch.setattr("trials.corpora._probe", _no_network)
     app = create_app(Settings(data_dir=tmp_path, database_url=url), MemoryLauncher())
     yield app
     shutdown_lifespans()
