@@ -101,17 +101,26 @@ class Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.written.append(self.format(record))
 
-    def of(self, logger: str, count: int = 1) -> list[Any]:
-        """The first so many lines of a logger; that of a request comes when its answer is out."""
+    def of_request(self, request_id: str) -> Any:
+        """Its line, which comes when its answer is out."""
         deadline = time.monotonic() + 10
-        while len(found := [line for line in self._parsed() if line["logger"] == logger]) < count:
+        while not (
+            found := [line for line in self.of("service.requests") if line["request_id"] == request_id]
+        ):
             assert time.monotonic() < deadline, self.written
             time.sleep(0.01)
-        assert len(found) == count
-        return found
+        (line,) = found
+        return line
+
+    def of(self, logger: str) -> list[Any]:
+        return [line for line in self._parsed() if line["logger"] == logger]
 
     def _parsed(self) -> list[Any]:
         return [json.loads(line) for line in self.written]
+
+
+def _is_of(line: Any, request_id: str) -> bool:
+    return line["logger"] == "service.requests" and line["request_id"] == request_id
 
 
 @pytest.fixture
@@ -129,7 +138,7 @@ def test_a_request_is_a_line_with_its_route_status_and_sweep(client: httpx.Clien
     sweep_id = client.post("/v1/sweeps", json=SPEC).json()["id"]
     response = client.get(f"/v1/sweeps/{sweep_id}/trials/7", headers={"x-request-id": "mine"})
     assert response.status_code == 404
-    _, line = lines.of("service.requests", 2)
+    line = lines.of_request("mine")
     assert line["level"] == "INFO"
     assert line["timestamp"].endswith("Z")
     assert (line["request_id"], line["sweep_id"]) == ("mine", sweep_id)
@@ -150,14 +159,14 @@ def test_what_is_logged_in_a_request_has_its_id_and_its_sweep(
     (line,) = lines.of("deep")
     assert (line["request_id"], line["sweep_id"]) == ("mine", "s1")
     logging.getLogger("deep").warning("after it")
-    assert "request_id" not in lines.of("deep", 2)[1]
+    assert "request_id" not in lines.of("deep")[1]
 
 
 def test_neither_query_nor_headers_are_logged(client: httpx.Client, lines: Lines) -> None:
     headers = {"authorization": "Bearer hush", "cookie": "hush", "x-api-key": "hush"}
-    client.get("/v1/sweeps/none?token=hush", headers=headers)
-    client.get("/nothing?token=hush#hush", headers=headers)
-    assert len(lines.of("service.requests", 2)) == 2
+    for path in ("/v1/sweeps/none", "/nothing"):
+        client.get(f"{path}?token=hush#hush", headers={**headers, "x-request-id": path})
+        lines.of_request(path)
     lines.written = [line for line in lines.written if "httpx" not in line]
     assert not any("hush" in line for line in lines.written)
 
@@ -168,12 +177,12 @@ def test_neither_query_nor_headers_are_logged(client: httpx.Client, lines: Lines
 def test_nobody_writes_a_second_line_into_the_log(client: httpx.Client, lines: Lines, path: str) -> None:
     text = Lines(TextLines("%(levelname)s %(message)s"))
     logging.getLogger("service.requests").addHandler(text)
-    client.get(path)
-    (line,) = lines.of("service.requests")
+    client.get(path, headers={"x-request-id": "forger"})
+    line = lines.of_request("forger")
     logging.getLogger("service.requests").removeHandler(text)
     assert "sweep_id" not in line
     assert all(len(written.splitlines()) == 1 for written in [*lines.written, *text.written])
-    assert "\x1b" not in text.written[0]
+    assert not any("\x1b" in written for written in text.written)
 
 
 def test_a_traceback_for_people_is_indented_so_that_no_line_of_it_is_a_record() -> None:
