@@ -13,6 +13,7 @@ from service.examples import ANSWERS, PROBLEMS, REQUESTS, SWEEP_ID
 from service.problems import MEDIA_TYPE, plain_problem
 from service.refusals import RETRY_AFTER_S
 from service.requests import HEADER
+from trials.presets import PRESETS
 
 JSON = "application/json"
 PROBLEM = {"$ref": "#/components/schemas/ProblemDocument"}
@@ -68,6 +69,7 @@ def operation_id(route: APIRoute) -> str:
 
 
 def completed(description: Description) -> Description:
+    _add_presets(description["components"]["schemas"])
     for path, method, operation in operations(description):
         _add_errors(path, method, operation)
         for status, response in operation["responses"].items():
@@ -79,6 +81,22 @@ def completed(description: Description) -> Description:
         description["components"]["schemas"].pop(name, None)
     _add_links(description)
     return description
+
+
+def _add_presets(schemas: dict[str, Any]) -> None:
+    """A sweep is spelt out, or is a preset with what differs: then nothing is required, of the budget either."""
+    whole, budget = schemas["SweepRequest"], schemas["Budget"]
+    words = whole["properties"]["preset"]["description"]
+    partial_budget = {name: value for name, value in budget.items() if name != "required"}
+    of_preset = {"type": "string", "enum": sorted(PRESETS), "description": words}
+    schemas["PresetRequest"] = {
+        **whole,
+        "title": "PresetRequest",
+        "description": "A preset, and what differs from it: sections are merged field by field.",
+        "properties": {**whole["properties"], "preset": of_preset, "budget": partial_budget},
+        "required": ["preset"],
+    }
+    whole["properties"]["preset"] = {"type": "null", "description": "For a PresetRequest."}
 
 
 def operations(description: Description) -> Iterator[tuple[str, str, Operation]]:
@@ -132,11 +150,15 @@ def _add_examples(path: str, status: str, response: dict[str, Any]) -> None:
 
 
 def _add_request_examples(operation: Operation) -> None:
+    """What takes a sweep that is spelt out takes a preset, too."""
     for content in operation.get("requestBody", {}).get("content", {}).values():
         named = {schema["$ref"].rpartition("/")[2] for schema in _alternatives(content["schema"])}
         for name in (operation["operationId"], *named):
             if name in REQUESTS:
                 content.setdefault("examples", REQUESTS[name])
+        if named == {"SweepRequest"}:
+            either = [content["schema"], {"$ref": "#/components/schemas/PresetRequest"}]
+            content["schema"] = {"anyOf": either}
 
 
 def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+MOST_IN_A_SENTENCE = 5
 INTERRUPTED = 130
 """Exit code after SIGINT, as shells have it."""
 
@@ -86,7 +87,9 @@ class InvalidRequest(ServiceError):
     code = "invalid_request"
 
     def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(problem.message for problem in problems))
+        told = [problem.message for problem in problems[:MOST_IN_A_SENTENCE]]
+        more = [f"and {len(problems) - len(told)} more"] if len(problems) > len(told) else []
+        super().__init__("; ".join([*told, *more]))
         self.problems = problems
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 
 from service.app import create_app
 from service.database import open_engine
@@ -40,6 +41,10 @@ class PlayingLauncher:
         self._store = CheckpointStore(settings.resolved_store_url)
         self.ended: list[str] = []
         self.forgotten: list[str] = []
+
+    def close(self) -> None:
+        self._records.engine.dispose()
+        self._storage.engine.dispose()
 
     def capacity(self) -> Capacity:
         return Capacity(cpus=2, gpus=0)
@@ -115,7 +120,8 @@ def played_service(
     """A client of a service that runs in this process; unless it plays, its sweeps stay queued."""
     data_dir.mkdir(parents=True, exist_ok=True)
     settings = Settings(data_dir=data_dir, port=0, database_url=database_url)
-    app = create_app(settings, PlayingLauncher(settings))
+    launcher = PlayingLauncher(settings)
+    app = create_app(settings, launcher)
     server = _Server(
         server_config(
             app,
@@ -136,6 +142,15 @@ def played_service(
     finally:
         server.should_exit = True
         thread.join()
+        launcher.close()
+        close_databases(app)
+
+
+def close_databases(app: FastAPI) -> None:
+    """Both pools of an application: nobody else would, before the process ends."""
+    controller = app.state.controller
+    controller.records.engine.dispose()
+    controller.storage._backend.engine.dispose()
 
 
 def submit(client: httpx.Client, **changes: Any) -> str:

@@ -26,7 +26,7 @@ from service.lifecycle import State
 from service.settings import Settings
 from service.tables import sweeps
 from tests.fakes import MemoryLauncher
-from tests.played_service import played_service, submit, wait_for
+from tests.played_service import close_databases, played_service, submit, wait_for
 from trials.corpora import CorpusError
 
 FIRST_SEED = 1
@@ -131,6 +131,8 @@ def _no_network(*_: Any) -> None:
 @pytest.fixture
 def app(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FastAPI]:
     """Over a database that has a sweep with trials, failures and checkpoints in every state."""
+    monkeypatch.setattr("service.reconciler.PERIOD_S", 0.02)
+    monkeypatch.setattr("trials.corpora._probe", _no_network)
     with played_service(tmp_path, database_url=url) as client:
         for arms in [{"wild": {"clip": 13}, "tame": {}}] * len(get_args(State)):
             wait_for(client, submit(client, arms=arms), "succeeded")
@@ -141,12 +143,10 @@ def app(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[F
             of_id = sweeps.c.id == sweep_id
             connection.execute(update(sweeps).where(of_id).values(state=state, driver=None))
     engine.dispose()
-    monkeypatch.setattr("service.reconciler.PERIOD_S", 0.02)
-    monkeypatch.setattr("trials.corpora._probe", _no_network)
     app = create_app(Settings(data_dir=tmp_path, database_url=url), MemoryLauncher())
     yield app
     shutdown_lifespans()
-    app.state.controller.records.engine.dispose()
+    close_databases(app)
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_the_api_is_what_it_is_described_to_be_whatever_it_is_asked(app: FastAPI
     on_sqlite = url.startswith("sqlite")
     run = run_schemathesis(app, examples=60 if on_sqlite else 5, in_sequences=1_200 if on_sqlite else 100)
     print(f"\nschemathesis: {run}")
-    assert run.failures == {}
+    assert run.failures == {}, "\n\n".join(f"{what}: {words}" for what, words in run.failures.items())
     assert [status for status in run.statuses if status >= 500] == []
     assert run.cases.total() >= (3_000 if on_sqlite else 1_000)
     assert min(run.cases[phase] for phase in ("coverage", "fuzzing", "stateful")) >= 75

@@ -410,16 +410,8 @@ class SweepSpec(Wire):
         return ((name, choices) for name, choices in self.space.items() if name not in self.arms[arm])
 
 
-def _with_preset_or_whole(schema: dict[str, Any]) -> None:
-    """What is required is so only where no preset has it."""
-    preset = {"properties": {"preset": {"enum": sorted(PRESETS)}}, "required": ["preset"]}
-    schema["allOf"] = [{"anyOf": [{"required": schema.pop("required")}, preset]}]
-
-
 class SweepRequest(SweepSpec):
     """A sweep as a client may ask for it."""
-
-    model_config = ConfigDict(json_schema_extra=_with_preset_or_whole)
 
     resources: Annotated[
         Annotated[Resources, Tag("resources")] | Annotated[Literal["auto"], Tag("auto")],
