@@ -28,7 +28,7 @@ from service.errors import (
     NotSignedIn,
     ServiceError,
 )
-from service.problems import MEDIA_TYPE, refusal
+from service.problems import refusal
 from service.rates import Rates
 from service.tokens import Holders, Token, Tokens
 from service.tokens import Scope as TokenScope
@@ -230,22 +230,23 @@ def opens_a_page(request: Request) -> bool:
 
 
 def described(description: dict[str, Any]) -> dict[str, Any]:
-    """An OpenAPI description with who may call what, and how they are refused."""
+    """An OpenAPI description with who may call what, and how they are refused, as FastAPI would have it."""
     description["components"]["securitySchemes"] = {
         "token": {"type": "http", "scheme": "bearer", "description": "Made by `fraternal token create`."}
     }
-    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}}
     refusals = {
         "401": "The service wants a token, and there is none, or one that is not valid.",
         "403": "The token's scope is not enough, or a page of another site has asked.",
         "429": "Too many requests; `Retry-After` says for how long.",
     }
+    problem = {"$ref": "#/components/schemas/ProblemDocument"}
     for path, operations in description["paths"].items():
         for method, operation in operations.items():
             scope = needed_scope(method.upper(), path)
             operation["security"] = [{"token": [scope]}, {}] if scope is not None else []
             if scope is not None:
                 for status, words in refusals.items():
+                    content = {"application/json": {"schema": dict(problem)}}
                     operation["responses"].setdefault(status, {"description": words, "content": content})
     return description
 

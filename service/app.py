@@ -1,51 +1,36 @@
 """The web application put together: routes, the dashboard, one form of error, and the reconciler's life."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache, partial
-from http import HTTPStatus
-from typing import Any, get_args, get_type_hints
+from functools import partial
+from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from fastapi import Depends, FastAPI
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
-from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from service import event_routes, routes, webhook_routes
+from service import routers
 from service.access import Access, Gate, described
+from service.bodies import BodyGate, require_json
 from service.dashboard import dashboard_routes
-from service.docs import docs
-from service.errors import InvalidSpec, Problem, ServiceError
+from service.description import CONTACT, LICENSE, SERVERS, TAGS, completed, operation_id
 from service.event_log import EventLog
 from service.idempotency import Idempotency
 from service.launcher import Launcher, owner_of
-from service.origins import OwnOrigin, SecurityHeaders, secure
-from service.problems import (
-    MEDIA_TYPE,
-    Schema,
-    plain_problem,
-    problem_response,
-    problems_in,
-    refusal,
-)
+from service.metrics import Metrics
+from service.origins import OwnOrigin, SecurityHeaders
 from service.rates import Rates
 from service.reconciler import Reconciler
+from service.refusals import answer_errors_as_problems
+from service.requests import EveryRequest
 from service.retention import collect_orphans
 from service.settings import Settings
-from service.sign_in import signing_in
 from service.streams import Streams
 from service.studies import open_closing_storage
 from service.sweeps import build_controller
 from service.tokens import Tokens
 from service.version import own_version
 from service.webhooks import Deliverer, Webhooks
-
-ROUTERS = (*routes.ROUTERS, event_routes.events, webhook_routes.webhooks)
-MAX_BODY_BYTES = 1024 * 1024
-ALL_ROUTERS = (*ROUTERS, docs, signing_in)
 
 DESCRIPTION = """Searches hyperparameters of regularized LSTM language models.
 
@@ -76,7 +61,7 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
             await run_in_threadpool(deliverer.stop)
             await run_in_threadpool(reconciler.stop, stop_drivers=settings.stop_drivers)
 
-    app = FastAPI(
+    app = _Application(
         title="fraternal",
         version=own_version(),
         description=DESCRIPTION,
@@ -84,16 +69,25 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
+        dependencies=[Depends(require_json)],
+        generate_unique_id_function=operation_id,
+        servers=SERVERS,
+        contact=CONTACT,
+        license_info=LICENSE,
+        openapi_tags=TAGS,
     )
     app.state.controller = controller
+    app.state.reconciler = reconciler
+    app.state.metrics = Metrics(records.engine, reconciler, settings.data_dir)
     app.state.events = EventLog(records.engine)
     app.state.webhooks = webhooks
     app.state.streams = Streams(app.state.events, controller.look, settings.max_streams)
     app.state.idempotency = Idempotency(records.engine)
-    for router in ALL_ROUTERS:
+    for router in routers.ALL:
         app.include_router(router)
     app.router.routes.extend(dashboard_routes(controller.storage))
-    _answer_errors_as_problems(app)
+    app.add_middleware(BodyGate)
+    answer_errors_as_problems(app)
     _let_in_who_may(app, settings, Tokens(records.engine))
     return app
 
@@ -107,115 +101,12 @@ def _let_in_who_may(app: FastAPI, settings: Settings, tokens: Tokens) -> None:
     app.add_middleware(SecurityHeaders)
 
 
-def _answer_errors_as_problems(app: FastAPI) -> None:
-    app.add_exception_handler(ServiceError, _on_service_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid_request)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_crash)
-    describe = app.openapi
-    app.add_middleware(_BodyLimit)
-    app.openapi = cache(lambda: described(_with_problem_media_type(describe())))  # type: ignore[method-assign]
+class _Application(FastAPI):
+    def build_middleware_stack(self) -> ASGIApp:
+        """What is added as middleware lies within Starlette's own, which answers what nobody foresaw."""
+        return EveryRequest(super().build_middleware_stack(), self.state.metrics)
 
-
-class _BodyLimit:
-    """Refuses a body over the limit before any of it is parsed, whether its length is announced or not."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        received = 0
-
-        async def receive_within_limit() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > MAX_BODY_BYTES:
-                raise HTTPException(413, f"a body may have at most {MAX_BODY_BYTES} bytes")
-            return message
-
-        await self._app(scope, receive_within_limit, send)
-
-
-def _on_service_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServiceError)
-    return refusal(error, request.url.path, error.problems if isinstance(error, InvalidSpec) else [])
-
-
-def _on_invalid_request(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    errors = error.errors()
-    if any(found["loc"][0] == "path" for found in errors):
-        return problem_response(
-            plain_problem(404, f"nothing can have the path {request.url.path}", request.url.path)
-        )
-    if any(found["loc"][0] != "body" for found in errors):
-        problems = [_parameter_problem(found) for found in errors if found["loc"][0] != "body"]
-        return refusal(InvalidSpec(problems), request.url.path, problems)
-    if errors[0]["type"] == "json_invalid":
-        detail = f"the body is not JSON: {errors[0]['ctx']['error']} at character {errors[0]['loc'][1]}"
-        return problem_response(plain_problem(400, detail, request.url.path))
-    below_body = [{**found, "loc": found["loc"][1:]} for found in errors]
-    problems = problems_in(below_body, error.body, _body_schema(request.scope["endpoint"]))
-    return refusal(InvalidSpec(problems), request.url.path, problems)
-
-
-def _parameter_problem(found: dict[str, Any]) -> Problem:
-    """Of the query or the headers."""
-    name = str(found["loc"][1])
-    if found["type"] == "extra_forbidden":
-        return Problem("", found["type"], f"{name}: there is no such parameter here", name)
-    message = str(found["msg"]).removeprefix("Value error, ")
-    return Problem("", found["type"], f"{name}: {message}; got {found['input']!r:.80}", name)
-
-
-def _on_http_error(request: Request, error: Exception) -> Response:
-    """What Starlette and FastAPI say by themselves, in better words where theirs say little."""
-    assert isinstance(error, HTTPException)
-    path, headers, detail = request.url.path, dict(error.headers or {}), error.detail
-    if error.status_code == 404:
-        detail = f"nothing has the path {path}; see /docs"
-    elif error.status_code == 405 and detail == HTTPStatus(405).phrase:
-        headers = {"allow": ", ".join(sorted(_methods_at(request)))}
-        detail = f"{path} is for {headers['allow']}, not for {request.method}"
-    elif error.status_code == 400:
-        detail = "the body cannot be read as JSON: it is not UTF-8, too deep, or has a number too long"
-    return problem_response(plain_problem(error.status_code, detail, path), headers)
-
-
-def _methods_at(request: Request) -> set[str]:
-    """Every method that a route has for the request's path; Starlette names those of the first one."""
-    routes = [route for router in ALL_ROUTERS for route in router.routes if isinstance(route, Route)]
-    at_path = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
-    return {method for route in at_path for method in route.methods or ()}
-
-
-def _on_crash(request: Request, error: Exception) -> Response:
-    """The traceback goes to the log, not to the client."""
-    response = problem_response(plain_problem(500, "the service failed; its log says why", request.url.path))
-    secure(response.headers)  # it is sent from outside of all middleware
-    return response
-
-
-@cache
-def _body_schema(endpoint: Callable[..., Any]) -> Schema:
-    """Of what a route takes: the model among its parameters."""
-    hints = [hint for kind in get_type_hints(endpoint).values() for hint in get_args(kind) or (kind,)]
-    models = [hint for hint in hints if isinstance(hint, type) and issubclass(hint, BaseModel)]
-    return models[0].model_json_schema()
-
-
-def _with_problem_media_type(description: dict[str, Any]) -> dict[str, Any]:
-    """FastAPI files every documented body under application/json; our errors are sent as problem+json."""
-    for operations in description["paths"].values():
-        for operation in operations.values():
-            for response in operation["responses"].values():
-                content = response.get("content", {})
-                if (
-                    content.get("application/json", {})
-                    .get("schema", {})
-                    .get("$ref", "")
-                    .endswith("/ProblemDocument")
-                ):
-                    content[MEDIA_TYPE] = content.pop("application/json")
-    return description
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = completed(described(super().openapi()))
+        return self.openapi_schema

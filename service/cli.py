@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -85,6 +85,8 @@ app.add_typer(steering_commands.points)
 app.add_typer(steering_commands.trials)
 app.add_typer(webhook_commands.commands)
 app.add_typer(token_commands.commands)
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @app.command()
@@ -106,6 +108,16 @@ def serve(
             "--stop-drivers", help="On exit, also stop running sweeps' drivers. By default they go on."
         ),
     ] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option(envvar="FRATERNAL_LOG_FORMAT", help="For people, or an object a line.")
+    ] = "text",
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(
+            envvar="FRATERNAL_LOG_LEVEL",
+            help="Logged at least; info has a line a request. Default: warning as text, info as JSON.",
+        ),
+    ] = None,
 ) -> None:
     """Run the service: API, dashboard and the sweeps themselves.
 
@@ -114,7 +126,13 @@ def serve(
     from service.serve import serve_until_stopped
 
     serve_until_stopped(
-        host=host, port=port, data_dir=data_dir, database_url=database_url, stop_drivers=stop_drivers
+        host=host,
+        port=port,
+        data_dir=data_dir,
+        database_url=database_url,
+        stop_drivers=stop_drivers,
+        log_format=log_format,
+        log_level=log_level,
     )
 
 

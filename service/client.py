@@ -22,9 +22,9 @@ from pydantic import ValidationError
 from service.errors import CommandFailed
 from service.events import AnyEvent, AnyEventPage, read_event
 from service.schemas import (
-    Health,
     PointList,
     PointView,
+    Readiness,
     SweepDetail,
     SweepList,
     SweepView,
@@ -222,9 +222,9 @@ class FraternalClient:
         with self._reaching():
             self._require_success(self._http.delete(_webhook_path(webhook_id)))
 
-    def check_ready(self) -> Health:
+    def check_ready(self) -> Readiness:
         """Raises ApiError with status 503 while something is missing."""
-        return self._ask("GET", "/readyz", Health)
+        return self._ask("GET", "/readyz", Readiness)
 
     def fetch(self, sweep_id: str, path: Path) -> str:
         """Download the best checkpoint to `path`, whole or not at all; returns its SHA-256.

@@ -3,7 +3,9 @@
 It has absolute URLs and no read-only mode: whoever reaches it may delete a study. So only GET and HEAD pass.
 """
 
-from typing import cast
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 from a2wsgi import WSGIMiddleware
 from optuna.storages import BaseStorage
@@ -11,6 +13,8 @@ from optuna_dashboard import wsgi
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+log = logging.getLogger(__name__)
 
 PREFIXES = ("/dashboard", "/static", "/api", "/csv", "/artifacts", "/favicon.ico")
 """Where the dashboard's page looks for its parts."""
@@ -20,13 +24,32 @@ class ReadOnlyDashboard:
     """An ASGI application; answers anything but GET and HEAD with 405."""
 
     def __init__(self, storage: BaseStorage) -> None:
-        self._app = cast(ASGIApp, WSGIMiddleware(wsgi(storage)))  # a2wsgi has ASGI types of its own
+        # a2wsgi has ASGI types of its own.
+        self._app = cast(ASGIApp, WSGIMiddleware(_logging(wsgi(storage))))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in {"GET", "HEAD"}:
             detail = f"the dashboard is for looking only, not for {scope['method']}; the API is under /v1"
             raise HTTPException(405, detail, {"allow": "GET, HEAD"})
         await self._app({**scope, "headers": _with_accept_encoding(scope["headers"])}, receive, send)
+
+
+class _ErrorLog:
+    """What a WSGI application writes of its own errors, as records of our log."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            log.error("%s", text.rstrip())
+
+    def flush(self) -> None: ...
+
+
+def _logging(app: Callable[..., Any]) -> Any:
+    def logged(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        answer: Iterable[bytes] = app({**environ, "wsgi.errors": _ErrorLog()}, start_response)
+        return answer
+
+    return logged
 
 
 def dashboard_routes(storage: BaseStorage) -> list[BaseRoute]:

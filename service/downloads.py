@@ -3,16 +3,56 @@
 import base64
 import re
 from collections.abc import Iterator, Mapping
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.problems import plain_problem, problem_response
+from service.problems import ProblemDocument, plain_problem, problem_response
 from service.sweeps import OpenCheckpoint
 
 CHUNK_BYTES = 256 * 1024
+
+
+def _described(**headers: tuple[str, str]) -> dict[str, Any]:
+    """OpenAPI's Header Objects; each of a description and an example."""
+    return {
+        name.replace("_", "-"): {
+            "description": words,
+            "required": True,
+            "schema": {"type": "string"},
+            "example": example,
+        }
+        for name, (words, example) in headers.items()
+    }
+
+
+_ETAG = _described(ETag=("Strong: the file's SHA-256.", '"9f86d081884c7d65"'))
+_WHOLE = _described(
+    Repr_Digest=(
+        "SHA-256 of the whole file (RFC 9530).",
+        "sha-256=:n4bQgYhMfWWaL+qgxVrQFaO/TxsrC4I=:",
+    ),
+    Accept_Ranges=("Ranges of bytes can be asked for.", "bytes"),
+    Content_Length=("Bytes that follow.", "1048576"),
+    Content_Disposition=("A name for the file.", 'attachment; filename="s3f09ab12cd-t00002-best.tar"'),
+    Cache_Control=("The best changes while a sweep runs: ask again, with the ETag.", "no-cache"),
+)
+_RANGE = _described(Content_Range=("Which bytes, of how many.", "bytes 0-1023/1048576"))
+_NOWHERE = _described(Content_Range=("How many bytes there are.", "bytes */1048576"))
+_TAR = {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The file.", **_TAR, "headers": {**_ETAG, **_WHOLE}},
+    206: {
+        "description": "The range of bytes that was asked for.",
+        **_TAR,
+        "headers": {**_ETAG, **_WHOLE, **_RANGE},
+    },
+    304: {"description": "The checkpoint is still the one whose ETag was sent.", "headers": _ETAG},
+    416: {"description": "The range lies outside the file.", "model": ProblemDocument, "headers": _NOWHERE},
+}
+"""How a route that answers with `download` is described."""
 
 
 class _FileStream(StreamingResponse):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+MOST_IN_A_SENTENCE = 5
 INTERRUPTED = 130
 """Exit code after SIGINT, as shells have it."""
 
@@ -187,30 +188,38 @@ class Problem:
     code: str
     message: str
     parameter: str | None = None
-    """Of the query or the headers, where the body is not what is wrong."""
+    """Name of the query parameter or header that is wrong, in place of the pointer."""
 
 
-class InvalidSpec(ServiceError):
-    """The sweep cannot run here as it is asked for."""
+class InvalidRequest(ServiceError):
+    """The request is not what is taken here."""
 
     status = 422
-    code = "invalid_spec"
+    code = "invalid_request"
 
     def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(problem.message for problem in problems))
+        told = [problem.message for problem in problems[:MOST_IN_A_SENTENCE]]
+        more = [f"and {len(problems) - len(told)} more"] if len(problems) > len(told) else []
+        super().__init__("; ".join([*told, *more]))
         self.problems = problems
 
 
-class BadParameter(InvalidSpec):
+class InvalidSpec(InvalidRequest):
+    """The sweep cannot run here as it is asked for."""
+
+    code = "invalid_spec"
+
+
+class BadParameter(InvalidRequest):
     """A parameter of the request makes no sense."""
 
     code = "bad_parameter"
 
     def __init__(self, parameter: str, code: str, message: str) -> None:
-        super().__init__([Problem("", code, f"{parameter}: {message}", parameter)])
+        super().__init__([Problem("", code, message, parameter)])
 
 
-class InvalidWebhook(InvalidSpec):
+class InvalidWebhook(InvalidRequest):
     """Nothing can be sent there, or not of that."""
 
     code = "invalid_webhook"

@@ -11,10 +11,13 @@ from fastapi import Response
 from pydantic import ConfigDict
 from pydantic_core.core_schema import ErrorType
 
-from service.errors import Problem, ServiceError
+from service.errors import InvalidRequest, Problem, ServiceError
+from service.requests import current_request_id
 from service.schemas import View
 
 MEDIA_TYPE = "application/problem+json"
+MOST_PROBLEMS = 100
+"""That are told of one request: it may have more wrong with it than anybody reads, or should be sent."""
 EXTRA = {"extra_forbidden", "unexpected_keyword_argument"}
 """What pydantic calls an unknown field, of a model and of a dataclass."""
 NO_TAG, WRONG_TAG = "union_tag_not_found", "union_tag_invalid"
@@ -33,13 +36,13 @@ Schema = dict[str, Any]
 class ErrorDocument(View):
     """One thing wrong with the request."""
 
-    pointer: str
-    """RFC 6901 JSON pointer into the request's body; empty for the whole of it."""
+    pointer: str | None
+    """RFC 6901 JSON pointer into the request's body; empty for all of it, null where it is elsewhere."""
+    parameter: str | None = None
+    """Name of the query parameter or header that is wrong; null where it is the body."""
     code: str
     message: str
     """What would be right."""
-    parameter: str | None = None
-    """Of the query or the headers, where the body is not what is wrong."""
 
 
 class ProblemDocument(View):
@@ -57,38 +60,48 @@ class ProblemDocument(View):
     errors: tuple[ErrorDocument, ...] = ()
     instance: str | None = None
     """Path of the request."""
-
-
-def refusal(
-    error: ServiceError,
-    instance: str,
-    problems: Sequence[Problem] = (),
-    headers: dict[str, str] | None = None,
-) -> Response:
-    """An error of this service as its problem."""
-    document = ProblemDocument(
-        type=f"urn:fraternal:problem:{error.code}",
-        title=(getdoc(type(error)) or "").partition("\n")[0].rstrip("."),
-        status=error.status,
-        detail=str(error),
-        code=error.code,
-        errors=tuple(
-            ErrorDocument(
-                pointer=found.pointer, code=found.code, message=found.message, parameter=found.parameter
-            )
-            for found in problems
-        ),
-        instance=instance,
-    )
-    later = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    return problem_response(document, {**later, **(headers or {})})
+    request_id: str | None = None
+    """The answer's X-Request-Id, which the lines of the service's log have, too."""
 
 
 def problem_response(document: ProblemDocument, headers: dict[str, str] | None = None) -> Response:
+    document = document.model_copy(update={"request_id": current_request_id()})
     return Response(document.model_dump_json(), document.status, headers, media_type=MEDIA_TYPE)
 
 
-def plain_problem(status: int, detail: str, instance: str) -> ProblemDocument:
+def refusal(error: ServiceError, instance: str, headers: dict[str, str] | None = None) -> Response:
+    """What the service answers where it cannot do as it was asked."""
+    later = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    return problem_response(document_of(error, instance), {**later, **(headers or {})})
+
+
+def document_of(error: ServiceError, instance: str) -> ProblemDocument:
+    problems = error.problems if isinstance(error, InvalidRequest) else []
+    return ProblemDocument(
+        type=f"urn:fraternal:problem:{error.code}",
+        title=title_of(type(error)),
+        status=error.status,
+        detail=str(error),
+        code=error.code,
+        errors=tuple(map(_document, problems[:MOST_PROBLEMS])),
+        instance=instance,
+    )
+
+
+def title_of(kind: type[ServiceError]) -> str:
+    return (getdoc(kind) or "").partition("\n")[0].rstrip(".")
+
+
+def _document(found: Problem) -> ErrorDocument:
+    return ErrorDocument(
+        pointer=found.pointer if found.parameter is None else None,
+        parameter=found.parameter,
+        code=found.code,
+        message=found.message,
+    )
+
+
+def plain_problem(status: int, detail: str, instance: str | None) -> ProblemDocument:
     """A problem that its HTTP status names well enough."""
     phrase = PHRASES.get(status) or HTTPStatus(status).phrase
     code = phrase.lower().replace(" ", "_").replace("-", "_")

@@ -70,6 +70,16 @@ class Reconciler:
             threading.Thread(target=self._run_collecting, name="retention", daemon=True),
         ]
 
+    @property
+    def holds_lease(self) -> bool:
+        """Whether this controller was the one that acts when it last looked."""
+        return self._holds_lease
+
+    @property
+    def looked_at(self) -> datetime | None:
+        """When its latest look began; None before the first."""
+        return self._looked_at
+
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
@@ -89,11 +99,6 @@ class Reconciler:
                 self._launcher.end(record.id)
                 self._records.set_driver(record.id, record.generation, None)
         self._records.give_lease_up(LEASE_NAME, self._launcher.identity())
-
-    @property
-    def holds_lease(self) -> bool:
-        """Whether this service acts, as of its latest look."""
-        return self._holds_lease
 
     def _acts(self) -> bool:
         """Whether this controller is the one that acts: of several at one database, one does."""
@@ -152,7 +157,8 @@ class Reconciler:
             try:
                 self._look_at(record)
             except Exception:
-                log.exception("sweep %s could not be brought to what is wished for", record.id)
+                words = "sweep %s could not be brought to what is wished for"
+                log.exception(words, record.id, extra={"sweep_id": record.id})
 
     def _look_at(self, record: SweepRecord) -> None:
         match record.state:
@@ -205,7 +211,8 @@ class Reconciler:
         self._launcher.end(record.id)
         driver = self._launcher.launch(record.id, generation)
         self._records.set_driver(record.id, generation, driver)
-        log.info("sweep %s: started driver generation %d", record.id, generation)
+        words = "sweep %s: started driver generation %d"
+        log.info(words, record.id, generation, extra={"sweep_id": record.id})
 
     def _give_up(self, record: SweepRecord, fruitless: int) -> None:
         words = self._launcher.log_tail(record.id)

@@ -46,7 +46,7 @@ from service.lifecycle import (
 )
 from service.listing import page_of_sweeps
 from service.pages import SweepQuery
-from service.tables import epochs, events, leases, points, sweeps, trial_wishes
+from service.tables import epochs, events, leases, points, sweeps, totals, trial_wishes
 from trials.ledger import Fenced, JournalAway, Orders, untold
 from trials.perplexity import finite_perplexity
 from trials.spec import Budget, SweepSpec
@@ -323,8 +323,10 @@ class Records:
     def remove_sweep(self, sweep_id: str) -> None:
         """With its epochs and events; only while it is being deleted."""
         deleting = (sweeps.c.id == sweep_id) & (sweeps.c.state == "deleting")
+        epochs_done = self.count_epochs(sweep_id)
         with self.engine.begin() as connection:
-            connection.execute(delete(sweeps).where(deleting))
+            if connection.execute(delete(sweeps).where(deleting)).rowcount == 1:
+                _add(connection, "epochs_of_deleted_sweeps", epochs_done)
 
     def hold_lease(
         self,
@@ -355,6 +357,13 @@ class Records:
         except IntegrityError:  # somebody was faster
             return False
         return True
+
+    def find_lease(self, name: str) -> tuple[dict[str, Any], datetime] | None:
+        """Who holds it, and until when; None where nobody does."""
+        with self.engine.connect() as connection:
+            found = connection.execute(select(leases).where(leases.c.name == name)).mappings().one_or_none()
+        until = aware(found["until"]) if found is not None else None
+        return (found["holder"], until) if found is not None and until is not None and until > now() else None
 
     def give_lease_up(self, name: str, holder: dict[str, Any]) -> None:
         with self.engine.begin() as connection:
@@ -648,12 +657,13 @@ def _move(connection: Connection, row: RowMapping, verb: Verb, values: dict[str,
     changes = {**_clock(row, after), "state": after, **values}
     if verb in REQUESTS and after == "queued":  # what was fruitless before says nothing any more
         changes |= {"epochs_at_launch": -1, "fruitless_launches": 0}
-    if verb == "drive":
-        changes |= _clock_of_a_new_driver(row)
     if verb == "cancel":
         changes["retry_numbers"] = None
     if verb in REQUESTS:
         changes["revision"] = row["revision"] + 1
+    if verb == "drive":
+        changes |= _clock_of_a_new_driver(row)
+        _add(connection, "driver_starts" if row["state"] == "queued" else "driver_restarts", 1)
     connection.execute(update(sweeps).where(sweeps.c.id == row["id"]).values(changes))
     generation = changes.get("generation", row["generation"])
     write_event(connection, row["id"], MOVES[verb].event, {"generation": generation, "state": after})
@@ -677,6 +687,14 @@ def _done(connection: Connection, sweep_id: str, within: "Within | None") -> Swe
 
 def _point(sweep_id: str, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"sweep_id": sweep_id, "params": dict(params), "created_at": naive(now())}
+
+
+def _add(connection: Connection, total: str, amount: int) -> None:
+    """Only the controller does: there are never two at it."""
+    of_name = totals.c.name == total
+    more = update(totals).where(of_name).values(value=totals.c.value + amount)
+    if connection.execute(more).rowcount == 0:
+        connection.execute(insert(totals).values(name=total, value=amount))
 
 
 def _require_legal(row: Any, verb: Verb) -> None:

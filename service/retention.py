@@ -43,7 +43,8 @@ def collect_orphans(
         if names is None or file.name in names.get(file.number, ()):
             continue
         store.put_aside(file, now())
-        log.warning("put aside %s: nothing refers to it", file.path)
+        words = "put aside %s: nothing refers to it"
+        log.warning(words, file.path, extra={"sweep_id": file.sweep_id})
         found.append(file.path)
     return found
 

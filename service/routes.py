@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.downloads import download
+from service.downloads import RESPONSES, download
 from service.errors import BadParameter, RevisionRequired
+from service.health import check_ready
 from service.idempotency import Answer, Idempotency, KeyedRequest
 from service.lifecycle import State
 from service.pages import (
@@ -31,6 +32,7 @@ from service.schemas import (
     PointList,
     PointRequest,
     PointView,
+    Readiness,
     RetryRequest,
     SweepDetail,
     SweepList,
@@ -81,26 +83,11 @@ CONDITIONAL = _problems(
         428: "If-Match is missing.",
     }
 )
-FILE: Responses = {
-    200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}},
-    206: {"description": "The range of bytes that was asked for."},
-    304: {"description": "The checkpoint is still the one whose ETag was sent."},
-    **_problems({416: "The range lies outside the file."}),
-}
 
 
 def _controller(request: Request) -> SweepController:
     controller: SweepController = request.app.state.controller
     return controller
-
-
-def _require_json(request: Request) -> None:
-    """Of a request that has a body."""
-    sent = request.headers.get("content-type", "")
-    kind = sent.partition(";")[0].strip().lower()
-    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
-    if has_body and kind not in {"application/json", "application/merge-patch+json"}:
-        raise HTTPException(415, f"send the body as application/json, not {sent or 'without a content type'}")
 
 
 Controller = Annotated[SweepController, Depends(_controller)]
@@ -177,8 +164,8 @@ def _revisions(
     return lambda revision: str(revision) in strong
 
 
-sweeps = APIRouter(prefix="/v1/sweeps", tags=["sweeps"], dependencies=[Depends(_require_json)])
-trials = APIRouter(prefix="/v1/sweeps/{sweep_id}", tags=["trials"], dependencies=[Depends(_require_json)])
+sweeps = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
+trials = APIRouter(prefix="/v1/sweeps/{sweep_id}", tags=["trials"])
 health = APIRouter(tags=["health"])
 
 
@@ -378,13 +365,23 @@ def add_point(sweep_id: SweepId, point: PointRequest, controller: Controller, on
 
     A sweep whose draws have all begun tries them once its budget is extended.
     """
-    return once(partial(controller.add_point, sweep_id, point.params), 201)
+
+    def place(made: PointView) -> dict[str, str]:
+        return {"location": f"/v1/sweeps/{sweep_id}/points/{made.id}"}
+
+    return once(partial(controller.add_point, sweep_id, point.params), 201, place)
 
 
 @trials.get("/points", responses=NO_SUCH)
 def list_points(sweep_id: SweepId, controller: Controller) -> PointList:
     """Points in the order in which they are tried; those that were, too."""
     return PointList(points=controller.points(sweep_id))
+
+
+@trials.get("/points/{point_id}", responses=NO_SUCH)
+def get_point(sweep_id: SweepId, point_id: PointId, controller: Controller) -> PointView:
+    """A point, and the draw that it is tried as."""
+    return controller.point(sweep_id, point_id)
 
 
 @trials.delete("/points/{point_id}", status_code=204, responses={**NO_SUCH, **ILLEGAL})
@@ -399,14 +396,14 @@ def get_best(sweep_id: SweepId, controller: Controller) -> TrialView:
     return controller.best(sweep_id)
 
 
-@trials.get("/best/checkpoint", responses={**NO_SUCH, **FILE}, response_class=Response)
+@trials.get("/best/checkpoint", responses={**NO_SUCH, **RESPONSES}, response_class=Response)
 @trials.head("/best/checkpoint", include_in_schema=False)
 def get_best_checkpoint(sweep_id: SweepId, controller: Controller, request: Request) -> Response:
     """The best trial's weights, configuration, vocabulary and metrics as a tar; also while the sweep runs."""
     return download(controller.best_checkpoint(sweep_id), request.method, request.headers, request.url.path)
 
 
-@trials.get("/trials/{number}/checkpoint", responses={**NO_SUCH, **FILE}, response_class=Response)
+@trials.get("/trials/{number}/checkpoint", responses={**NO_SUCH, **RESPONSES}, response_class=Response)
 @trials.head("/trials/{number}/checkpoint", include_in_schema=False)
 def get_trial_checkpoint(
     sweep_id: SweepId, number: TrialNumber, controller: Controller, request: Request
@@ -424,13 +421,31 @@ def healthz() -> Health:
 
 @health.get(
     "/readyz",
-    responses={503: {"model": Health, "description": "Something that the service needs is missing."}},
+    responses={503: {"model": Readiness, "description": "Something that the service needs is missing."}},
 )
-def readyz(controller: Controller, response: Response) -> Health:
-    """The service can take and run sweeps."""
-    not_ready = controller.check_ready()
-    response.status_code = 503 if not_ready else 200
-    return Health(status="not ready" if not_ready else "ready", not_ready=not_ready)
+def readyz(controller: Controller, request: Request, response: Response) -> Readiness:
+    """The service can take and run sweeps: its database, its disk and its reconciler are well."""
+    found = check_ready(controller, request.app.state.reconciler)
+    response.status_code = 503 if found.not_ready else 200
+    return found
+
+
+@health.get(
+    "/metrics",
+    response_class=Response,
+    responses={
+        200: {
+            "content": {
+                "text/plain": {"schema": {"type": "string"}},
+                "application/openmetrics-text": {"schema": {"type": "string"}},
+            }
+        }
+    },
+)
+def metrics(request: Request) -> Response:
+    """What Prometheus scrapes: the queue, trials, failures, epochs, drivers, the disk, and these requests."""
+    body, content_type = request.app.state.metrics.written(request.headers.get("accept", ""))
+    return Response(body, headers={"content-type": content_type})
 
 
 @health.get("/", include_in_schema=False)

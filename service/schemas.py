@@ -243,7 +243,23 @@ class PointList(View):
     points: list[PointView]
 
 
+class ControllerLease(View):
+    """Of several services at one database, which one starts and ends drivers."""
+
+    holder: dict[str, Any]
+    """Where it runs: host, process id, when it started."""
+    until: datetime
+    """When another one takes over, unless this one renews the lease before."""
+    is_this_service: bool
+
+
 class Health(View):
-    status: Literal["alive", "ready", "not ready"]
+    status: Literal["alive"]
+
+
+class Readiness(View):
+    status: Literal["ready", "not ready"]
     not_ready: list[str] = []
     """What is missing."""
+    controller: ControllerLease | None = None
+    """Null where nobody holds the lease, or it is not known."""

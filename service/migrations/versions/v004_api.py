@@ -110,3 +110,8 @@ def upgrade() -> None:
         sa.Column("body", sa.Text, nullable=False),
         sa.Column("created_at", sa.DateTime, nullable=False),
     )
+    op.create_table(
+        "fraternal_totals",
+        sa.Column("name", sa.String(32), primary_key=True),
+        sa.Column("value", sa.Integer, nullable=False),
+    )
