@@ -45,10 +45,18 @@ SMALL: dict[str, Any] = {
 }
 REQUESTS: dict[str, Named] = {
     "SweepRequest": {
-        "preset": {"summary": "A preset as it is", "value": {"preset": "quickstart"}},
+        "preset": {
+            "summary": "A preset; whatever it has can be left out, its corpus and budget, too",
+            "value": {"preset": "quickstart", "corpus": {"name": "sotu"}, "budget": {"trials": 30}},
+        },
         "changed": {
             "summary": "A preset with changes",
-            "value": {"preset": "quickstart", "budget": {"trials": 12}, "resources": "auto"},
+            "value": {
+                "preset": "quickstart",
+                "corpus": {"name": "sotu"},
+                "budget": {"trials": 12},
+                "resources": "auto",
+            },
         },
         "spelt out": {"summary": "Two arms, three paired draws", "value": SMALL},
     },
