@@ -13,6 +13,7 @@ from service.examples import ANSWERS, PROBLEMS, REQUESTS, SWEEP_ID
 from service.problems import MEDIA_TYPE, plain_problem
 from service.refusals import RETRY_AFTER_S
 from service.requests import HEADER
+from trials.presets import PRESETS
 
 JSON = "application/json"
 PROBLEM = {"$ref": "#/components/schemas/ProblemDocument"}
@@ -68,6 +69,7 @@ def operation_id(route: APIRoute) -> str:
 
 
 def completed(description: Description) -> Description:
+    _add_presets(description["components"]["schemas"])
     for path, method, operation in operations(description):
         _add_errors(path, method, operation)
         for status, response in operation["responses"].items():
@@ -79,6 +81,15 @@ def completed(description: Description) -> Description:
         description["components"]["schemas"].pop(name, None)
     _add_links(description)
     return description
+
+
+def _add_presets(schemas: dict[str, Any]) -> None:
+    """Of a sweep that is asked for, a preset may have whatever is required elsewhere."""
+    request, budget = schemas["SweepRequest"], schemas["Budget"]
+    request.pop("required")
+    request["properties"]["preset"]["anyOf"][0]["enum"] = sorted(PRESETS)
+    request["properties"]["budget"] = {name: value for name, value in budget.items() if name != "required"}
+    request["description"] += " A corpus, and the trials of a budget, are required where no preset has them."
 
 
 def operations(description: Description) -> Iterator[tuple[str, str, Operation]]:

@@ -45,18 +45,10 @@ SMALL: dict[str, Any] = {
 }
 REQUESTS: dict[str, Named] = {
     "SweepRequest": {
-        "preset": {
-            "summary": "A preset; whatever it has can be left out, its corpus and budget, too",
-            "value": {"preset": "quickstart", "corpus": {"name": "sotu"}, "budget": {"trials": 30}},
-        },
+        "preset": {"summary": "A preset as it is", "value": {"preset": "quickstart"}},
         "changed": {
             "summary": "A preset with changes",
-            "value": {
-                "preset": "quickstart",
-                "corpus": {"name": "sotu"},
-                "budget": {"trials": 12},
-                "resources": "auto",
-            },
+            "value": {"preset": "quickstart", "budget": {"trials": 12}, "resources": "auto"},
         },
         "spelt out": {"summary": "Two arms, three paired draws", "value": SMALL},
     },
