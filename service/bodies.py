@@ -28,6 +28,8 @@ MAX_BODY_BYTES = 1024 * 1024
 WITH_BODY = {"POST", "PUT", "PATCH"}
 MAX_LEVELS = 32
 """Of arrays and objects in one another; nothing that the API takes has ten."""
+TAKEN = {"application/json", "application/merge-patch+json"}
+"""The latter is what a PATCH is, and JSON all the same."""
 LINGER_S = 1.0
 """A client that is refused in the middle of what it sends may go on so long; its answer would be lost if the
 connection were closed on it."""
@@ -67,7 +69,7 @@ async def require_json(request: Request) -> None:
     if not isinstance(route, APIRoute) or route.body_field is None:
         return
     needed = route.body_field.field_info.is_required() or _sends_something(request)
-    if needed and sent.partition(";")[0].strip().lower() != "application/json":
+    if needed and sent.partition(";")[0].strip().lower() not in TAKEN:
         raise HTTPException(415, f"send the body as application/json, not {sent or 'without a content type'}")
 
 

@@ -102,19 +102,12 @@ def completed(description: Description) -> Description:
 
 
 def _add_presets(schemas: dict[str, Any]) -> None:
-    """A sweep is spelt out, or is a preset with what differs: then no budget's trials are required."""
-    whole, budget = schemas["SweepRequest"], schemas["Budget"]
-    words = whole["properties"]["preset"]["description"]
-    partial_budget = {name: value for name, value in budget.items() if name != "required"}
-    of_preset = {"type": "string", "enum": sorted(PRESETS), "description": words}
-    schemas["PresetRequest"] = {
-        **whole,
-        "title": "PresetRequest",
-        "description": "A preset, and what differs from it: sections are merged field by field.",
-        "properties": {**whole["properties"], "preset": of_preset, "budget": partial_budget},
-        "required": ["preset"],
-    }
-    whole["properties"]["preset"] = {"type": "null", "description": "For a PresetRequest."}
+    """Of a sweep that is asked for, a preset may have whatever is required elsewhere."""
+    request, budget = schemas["SweepRequest"], schemas["Budget"]
+    request.pop("required")
+    request["properties"]["preset"]["anyOf"][0]["enum"] = sorted(PRESETS)
+    request["properties"]["budget"] = {name: value for name, value in budget.items() if name != "required"}
+    request["description"] += " A corpus, and the trials of a budget, are required where no preset has them."
 
 
 def operations(description: Description) -> Iterator[tuple[str, str, Operation]]:
@@ -172,15 +165,11 @@ def _add_examples(path: str, status: str, response: dict[str, Any]) -> None:
 
 
 def _add_request_examples(operation: Operation) -> None:
-    """What takes a sweep that is spelt out takes a preset, too."""
     for content in operation.get("requestBody", {}).get("content", {}).values():
         named = {schema["$ref"].rpartition("/")[2] for schema in _alternatives(content["schema"])}
         for name in (operation["operationId"], *named):
             if name in REQUESTS:
                 content.setdefault("examples", REQUESTS[name])
-        if named == {"SweepRequest"}:
-            either = [content["schema"], {"$ref": "#/components/schemas/PresetRequest"}]
-            content["schema"] = {"anyOf": either}
 
 
 def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:

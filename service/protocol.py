@@ -43,6 +43,9 @@ class Http(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
         self._refused = True
+        if self.cycle is not None:  # what the application would still say, nobody could read
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if self.transport.can_write_eof() and not self.transport.is_closing():
             self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)
