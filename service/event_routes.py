@@ -32,7 +32,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "model": EventPage,
         "description": STREAM,
-        "content": {MEDIA_TYPE: {"schema": {"type": "string"}, "example": EXAMPLE}},
+        "content": {MEDIA_TYPE: {"schema": {"description": "Server-sent events."}, "example": EXAMPLE}},
     },
     204: {"description": "The sweep is over, and no event follows the one that was named."},
     422: {

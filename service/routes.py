@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.convertors import Convertor, register_url_convertor
 
 from service.downloads import RESPONSES, download
 from service.errors import BadParameter, RevisionRequired
@@ -164,6 +165,20 @@ def _revisions(
     return lambda revision: str(revision) in strong
 
 
+class _Id(Convertor[str]):
+    """An id has no colon: what follows one is a verb, whatever else may be asked of the path."""
+
+    regex = "[^/:]+"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("id", _Id())
+
 sweeps = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
 trials = APIRouter(prefix="/v1/sweeps/{sweep_id}", tags=["trials"])
 health = APIRouter(tags=["health"])
@@ -291,7 +306,7 @@ def clone_sweep(
     return once(partial(controller.clone, sweep_id, changes or {}), 201, _place)
 
 
-@sweeps.patch("/{sweep_id}", responses={**NO_SUCH, **ILLEGAL, **BAD_SPEC, **CONDITIONAL})
+@sweeps.patch("/{sweep_id:id}", responses={**NO_SUCH, **ILLEGAL, **BAD_SPEC, **CONDITIONAL})
 def change_sweep(
     sweep_id: SweepId,
     changes: Changes,
@@ -305,13 +320,13 @@ def change_sweep(
     return sweep
 
 
-@sweeps.delete("/{sweep_id}", status_code=202, response_model=SweepView, responses=VERB)
+@sweeps.delete("/{sweep_id:id}", status_code=202, response_model=SweepView, responses=VERB)
 def delete_sweep(sweep_id: SweepId, controller: Controller, once: Carrying) -> Response:
     """Remove a sweep that does not run, with its trials, curves and checkpoints."""
     return once(partial(controller.ask, sweep_id, "delete"), headers=_etag)
 
 
-@sweeps.get("/{sweep_id}", responses=NO_SUCH)
+@sweeps.get("/{sweep_id:id}", responses=NO_SUCH)
 def get_sweep(sweep_id: SweepId, controller: Controller, response: Response) -> SweepDetail:
     """A sweep: its state, its progress and the spec that it runs."""
     sweep = controller.get(sweep_id)
