@@ -146,12 +146,10 @@ class Reconciler:
         self._looked_at = now()
         if not self._holds_lease:
             return
-        records = sorted(self._records.list_sweeps(*MOVING), key=lambda record: -record.priority)
+        records = self._records.list_sweeps(*(MOVING - {"queued"}))
         room = self._running_sweeps - sum(record.state in WITH_DRIVER for record in records)
-        for record in [*records, *self._records.list_left_behind()]:
-            if record.state == "queued" and room <= 0:
-                continue
-            room -= record.state == "queued"
+        following = self._records.first_in_queue(max(0, room))  # however many wait
+        for record in [*records, *following, *self._records.list_left_behind()]:
             if not self._acts():  # this round has taken so long that another controller has taken over
                 return
             try:

@@ -44,7 +44,7 @@ from service.lifecycle import (
     legal_requests,
     legal_words,
 )
-from service.listing import page_of_sweeps
+from service.listing import ORDERS, page_of_sweeps
 from service.pages import SweepQuery
 from service.tables import epochs, events, leases, points, sweeps, totals, trial_wishes
 from trials.ledger import Fenced, JournalAway, Orders, untold
@@ -95,12 +95,6 @@ class SweepRecord:
                 f"the spec of sweep {self.id} cannot be read: {first}; it can be cancelled and deleted; "
                 "its checkpoints are where they were"
             ) from error
-
-    @property
-    def priority(self) -> int:
-        """0 where its spec makes no sense, which is not checked: in every look all that wait are asked."""
-        written = self.written_spec.get("priority") if isinstance(self.written_spec, dict) else None
-        return written if isinstance(written, int) else 0
 
     @property
     def driver_lived_s(self) -> float:
@@ -157,6 +151,13 @@ class Records:
         query = select(sweeps).order_by(sweeps.c.position)
         if states:
             query = query.where(sweeps.c.state.in_(states))
+        with self.engine.connect() as connection:
+            return [_record(row) for row in connection.execute(query).mappings()]
+
+    def first_in_queue(self, count: int) -> list[SweepRecord]:
+        """Of those that are queued, the next to start: by priority, and then as they came."""
+        queued = select(sweeps).where(sweeps.c.state == "queued")
+        query = queued.order_by(ORDERS["priority"].desc(), sweeps.c.position).limit(count)
         with self.engine.connect() as connection:
             return [_record(row) for row in connection.execute(query).mappings()]
 
