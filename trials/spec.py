@@ -312,7 +312,7 @@ class SweepSpec(Wire):
     space: dict[str, Range] = {}
     """Where the other values are sampled from; `embed_p_multiplier` and its like multiply the arm's rate, or
     the base configuration's where the arm fixes none."""
-    points: Annotated[list[Point], Field(max_length=1000)] = []
+    points: Annotated[list[Point], Field(max_length=100)] = []
     """To be tried first, in this order: each is a draw, of every arm."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Of the queued sweeps, one with the highest starts first; of equals, the one that came first."""
