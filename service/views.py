@@ -103,6 +103,8 @@ class SweepViews:
 
     def progress(self, record: SweepRecord) -> Progress:
         """What its trials have come to; remembered while the sweep rests and nobody asks anything of it."""
+        if record.generation == 0:  # it has had no driver, hence no study
+            return NOTHING_YET
         if record.state in MOVING:
             return self._progress(record)
         return self._remembered(record.id, record.generation, record.state_since, record.revision)
