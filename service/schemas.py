@@ -69,9 +69,9 @@ class TrialView(View):
     seed: int
     attempt: int
     state: TrialState
-    stopped: bool
+    stopped: bool = False
     """Whether it was ended on request, before its time."""
-    pinned: bool
+    pinned: bool = False
     """Whether its best checkpoint stays whatever `retention` says."""
     params: dict[str, Any]
     """Sampled values."""
@@ -120,7 +120,7 @@ class SweepView(View):
     id: str
     name: str
     labels: dict[str, str]
-    priority: int
+    priority: int = 0
     state: State
     state_since: datetime
     desired_state: str
@@ -129,7 +129,7 @@ class SweepView(View):
     """Why the state is what it is, where that is not plain."""
     legal: list[str]
     """What may be asked of the sweep now."""
-    revision: int
+    revision: int = 1
     """Grows with all that clients ask of the sweep; also its ETag, for If-Match."""
     created_at: datetime
     started_at: datetime | None
