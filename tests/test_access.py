@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typer.testing import CliRunner
 
 from service.access import COOKIE, FRESH_S, Access, Gate, needed_scope
-from service.app import MAX_BODY_BYTES
+from service.bodies import MAX_BODY_BYTES
 from service.cli import app
 from service.client import ClientError, FraternalClient, read_token
 from service.database import migrate, open_engine
