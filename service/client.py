@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from service.errors import CommandFailed
 from service.events import AnyEvent, AnyEventPage, read_event
 from service.schemas import (
+    PageView,
     PointList,
     PointView,
     Readiness,
@@ -48,6 +49,7 @@ AGAIN_AFTER_S = (0.2, 1.0)
 """Seconds to wait before a request, of which nothing was heard, is sent again."""
 
 Answer = TypeVar("Answer", bound=View)
+Page = TypeVar("Page", bound=PageView)
 
 
 class ClientError(CommandFailed):
@@ -251,15 +253,14 @@ class FraternalClient:
                 )
         return digest.hexdigest()
 
-    def _pages(self, path: str, answer: type[Answer], query: dict[str, Any]) -> Iterator[Answer]:
+    def _pages(self, path: str, answer: type[Page], query: dict[str, Any]) -> Iterator[Page]:
         token: dict[str, str] = {}
         while True:
             page = self._ask("GET", path, answer, params={**query, **token})
             yield page
-            following: str | None = getattr(page, "next_page_token")  # noqa: B009  # of either list
-            if following is None:
+            if page.next_page_token is None:
                 return
-            token = {"page_token": following}
+            token = {"page_token": page.next_page_token}
 
     def _ask_once(self, path: str, answer: type[Answer], body: Any = None) -> Answer:
         """POST; where nothing is heard of it, or it is still under way, again: it is carried out once."""

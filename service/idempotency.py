@@ -61,13 +61,20 @@ class Idempotency:
             found = self._find(request)
             if found is not None:
                 return found
+            written: list[Answer] = []
+
+            def write(connection: Connection, view: View) -> None:
+                written.append(answer(view))
+                _write(connection, request, written[-1])
+
             try:
-                return answer(act(lambda connection, view: _write(connection, request, answer(view))))
+                act(write)
             except IntegrityError:
                 found = self._find(request)  # another service has just carried it out
                 if found is None:
                     raise
                 return found
+            return written[-1]
 
     @contextmanager
     def _alone(self, request: KeyedRequest) -> Iterator[None]:

@@ -128,16 +128,13 @@ def page_of_trials(trials: Sequence[TrialView], asked: TrialQuery) -> tuple[list
         for trial in trials
         if (not asked.states or trial.state in asked.states) and (not asked.arms or trial.arm in asked.arms)
     ]
-    after = (
-        None if page.after is None else (math.inf if page.after[0] is None else cast(float, page.after[0]))
-    )
-    left = [
-        trial
-        for trial in sorted(wanted, key=place)
-        if after is None or page.after is None or place(trial) > (after, page.after[1])
-    ]
+    left = sorted(wanted, key=place)
+    if page.after is not None:
+        key, number = page.after
+        before = (math.inf if key is None else cast(float, key), number)
+        left = [trial for trial in left if place(trial) > before]
     shown = left[: page.size]
     if len(left) <= page.size:
         return shown, None
-    key, number = place(shown[-1])
-    return shown, page.token_after((None if math.isinf(key) else key, number))
+    value, last = place(shown[-1])
+    return shown, page.token_after((None if math.isinf(value) else value, last))

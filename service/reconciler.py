@@ -123,8 +123,11 @@ class Reconciler:
             return
         try:
             for record in self._records.list_sweeps(*WITH_DRIVER):
-                silent = record.lease_expired and record.driver is not None
-                if silent and self._launcher.is_stopped(record.driver or {}):
+                if (
+                    record.driver is not None
+                    and record.lease_expired
+                    and self._launcher.is_stopped(record.driver)
+                ):
                     self._launcher.end(record.id)
         except Exception:
             log.exception("drivers that are silent could not be ended")

@@ -227,16 +227,17 @@ class Validation(View):
     """As it would be written down."""
 
 
-class SweepList(View):
+class PageView(View):
+    next_page_token: str | None = None
+    """Of the next page, with the same filters and order; null on the last one."""
+
+
+class SweepList(PageView):
     sweeps: list[SweepView]
-    next_page_token: str | None = None
-    """Of the next page, with the same filters and order; null on the last one."""
 
 
-class TrialList(View):
+class TrialList(PageView):
     trials: list[TrialView]
-    next_page_token: str | None = None
-    """Of the next page, with the same filters and order; null on the last one."""
 
 
 class PointList(View):

@@ -101,7 +101,6 @@ points = Table(
     Column("id", Integer, primary_key=True, autoincrement=True),  # the order in which they are tried
     Column(
         "sweep_id",
-        String(40),
         ForeignKey("fraternal_sweeps.id", ondelete="CASCADE"),
         nullable=False,
         index=True,
@@ -114,7 +113,7 @@ points = Table(
 trial_wishes = Table(
     "fraternal_trial_wishes",
     metadata,
-    Column("sweep_id", String(40), ForeignKey("fraternal_sweeps.id", ondelete="CASCADE"), primary_key=True),
+    Column("sweep_id", ForeignKey("fraternal_sweeps.id", ondelete="CASCADE"), primary_key=True),
     Column("number", Integer, primary_key=True, autoincrement=False),
     Column("pinned", Boolean, nullable=False),
     Column("stopping", Boolean, nullable=False),
@@ -150,7 +149,6 @@ sessions = Table(
     Column("id", String(32), primary_key=True),
     Column(
         "token_id",
-        String(32),
         ForeignKey("fraternal_tokens.id", ondelete="CASCADE"),
         nullable=False,
         index=True,

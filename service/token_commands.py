@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.errors import CommandFailed
+from service.options import DEFAULT_DATA_DIR, AsJson, DatabaseUrl
 
 if TYPE_CHECKING:
     from service.tokens import Token, Tokens
@@ -38,11 +39,6 @@ class ScopeName(StrEnum):
 
 
 DataDir = Annotated[Path, typer.Option(envvar="FRATERNAL_DATA_DIR", help="The service's data directory.")]
-DatabaseUrl = Annotated[
-    str | None, typer.Option(help="SQLAlchemy URL without a password; else set FRATERNAL_DATABASE_URL.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-DEFAULT_DATA_DIR = Path("fraternal-data")
 
 
 @commands.command()

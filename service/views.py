@@ -1,6 +1,5 @@
 """How sweeps and trials look from outside: their rows and their studies', as the API answers them."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,7 +24,7 @@ from service.schemas import (
     TrialDetail,
     TrialView,
 )
-from trials.perplexity import perplexity
+from trials.perplexity import finite_perplexity
 from trials.spec import SweepSpec
 from trials.studies import find_rows
 
@@ -214,8 +213,8 @@ def _trial_fields(
         "epochs_done": latest["epoch"] if latest else 0,
         "best_epoch": attributes.get("best_epoch"),
         "best_valid_loss": attributes.get("best_valid_loss"),
-        "best_valid_perplexity": _finite_perplexity(attributes.get("best_valid_loss")),
-        "valid_perplexity": _finite_perplexity(latest["valid_loss"] if latest else None),
+        "best_valid_perplexity": finite_perplexity(attributes.get("best_valid_loss")),
+        "valid_perplexity": finite_perplexity(latest["valid_loss"] if latest else None),
         "failure": _failure(row),
         "checkpoint_sha256": attributes.get("checkpoint_sha256"),
         "device": attributes.get("device"),
@@ -236,9 +235,4 @@ def _failure(row: FrozenTrial) -> Failure | None:
 
 def _epoch_view(row: RowMapping) -> EpochView:
     fields = {name: row[name] for name in EpochView.model_fields if name in row}
-    return EpochView(**fields, valid_perplexity=_finite_perplexity(row["valid_loss"]))
-
-
-def _finite_perplexity(loss: float | None) -> float | None:
-    value = perplexity(loss)
-    return value if math.isfinite(value) else None
+    return EpochView(**fields, valid_perplexity=finite_perplexity(row["valid_loss"]))

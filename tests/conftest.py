@@ -12,12 +12,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
+from optuna.storages import BaseStorage, InMemoryStorage, get_storage
 
 from service.database import migrate, open_engine
 from service.records import Records
+from service.studies import open_storage
 from tests.databases import PostgreSQL
+from tests.played_service import HELD, submit, wait_for, wait_for_an_epoch
 from tests.service_process import (
     ServiceProcess,
     assert_exactly_the_budget,
@@ -72,6 +76,36 @@ def database_url(request: pytest.FixtureRequest) -> str | None:
         return None
     server: PostgreSQL = request.getfixturevalue("server")
     return server.create_database()
+
+
+@pytest.fixture
+def storage() -> BaseStorage:
+    return InMemoryStorage()
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def any_storage(request: pytest.FixtureRequest, tmp_path: Path) -> BaseStorage:
+    if request.param == "memory":
+        return InMemoryStorage()
+    return get_storage(open_storage(f"sqlite:///{tmp_path / 'studies.db'}"))
+
+
+@pytest.fixture(scope="module")
+def ended(client: httpx.Client) -> str:
+    """A sweep of six trials, each better than the one before, of a played service that has a `client`."""
+    sweep_id = submit(client, name="ended")
+    wait_for(client, sweep_id, "succeeded")
+    return sweep_id
+
+
+@pytest.fixture
+def running(client: httpx.Client) -> Iterator[str]:
+    """A sweep that stays at its first trial; cancelled in the end."""
+    sweep_id = submit(client, name=HELD)
+    wait_for_an_epoch(client, sweep_id)
+    yield sweep_id
+    client.post(f"/v1/sweeps/{sweep_id}:cancel")
+    wait_for(client, sweep_id, "cancelled")
 
 
 @pytest.fixture

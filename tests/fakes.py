@@ -143,6 +143,11 @@ class MemoryJournal:
         return {(told["number"], told["attempt"]) for of, told in self.events if of == "trial_finished"}
 
 
+def wish(journal: MemoryJournal, **changes: Any) -> None:
+    """Have the next beat say something else."""
+    journal.orders = replace(journal.orders, **changes)
+
+
 def valid_loss(number: int, epoch: int) -> float:
     """What the fake worker's models lose: falls, and rises in the last third of every other trial."""
     return 4.0 + (number * 7 % 5) / 10 - epoch / 10 + (0.25 if number % 2 and epoch == 3 else 0)

@@ -16,7 +16,7 @@ from service.database import open_engine
 from service.settings import Settings
 from service.sweeps import SweepController
 from service.tables import answers, sweeps
-from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
+from tests.played_service import SPEC, played_service, submit, wait_for
 from tests.test_http import assert_problem
 
 
@@ -46,23 +46,6 @@ def idle(waiting: tuple[httpx.Client, Engine]) -> Iterator[httpx.Client]:
     with engine.begin() as connection:
         for table in (answers, sweeps):
             connection.execute(delete(table))
-
-
-@pytest.fixture(scope="module")
-def ended(client: httpx.Client) -> str:
-    """A sweep of six trials, each better than the one before."""
-    sweep_id = submit(client, name="ended")
-    wait_for(client, sweep_id, "succeeded")
-    return sweep_id
-
-
-@pytest.fixture
-def running(client: httpx.Client) -> Iterator[str]:
-    sweep_id = submit(client, name=HELD)
-    wait_for_an_epoch(client, sweep_id)
-    yield sweep_id
-    client.post(f"/v1/sweeps/{sweep_id}:cancel")
-    wait_for(client, sweep_id, "cancelled")
 
 
 def ids(response: httpx.Response) -> list[str]:

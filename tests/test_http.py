@@ -44,23 +44,6 @@ def idle(data_dir: Path) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def ended(client: httpx.Client) -> str:
-    """A sweep of six trials, each better than the one before."""
-    sweep_id = submit(client, name="ended")
-    wait_for(client, sweep_id, "succeeded")
-    return sweep_id
-
-
-@pytest.fixture
-def running(client: httpx.Client) -> Iterator[str]:
-    sweep_id = submit(client, name=HELD)
-    wait_for_an_epoch(client, sweep_id)
-    yield sweep_id
-    client.post(f"/v1/sweeps/{sweep_id}:cancel")
-    wait_for(client, sweep_id, "cancelled")
-
-
 def sweep_ids(client: httpx.Client) -> list[str]:
     return [sweep["id"] for sweep in client.get("/v1/sweeps").json()["sweeps"]]
 

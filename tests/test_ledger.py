@@ -35,6 +35,7 @@ from tests.fakes import (
     spec,
     states,
     valid_loss,
+    wish,
     with_loss,
 )
 from trials.ledger import DATABASE_PATIENCE_S, Fenced, JournalAway, Report, StudyLedger, Task, perplexity
@@ -54,18 +55,6 @@ from trials.studies import (
 
 Work = Callable[[Task], Iterator[Report]]
 HALVING = {"name": "successive_halving", "min_epochs": 1, "reduction_factor": 2}
-
-
-@pytest.fixture
-def storage() -> BaseStorage:
-    return InMemoryStorage()
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def any_storage(request: pytest.FixtureRequest, tmp_path: Path) -> BaseStorage:
-    if request.param == "memory":
-        return InMemoryStorage()
-    return get_storage(open_storage(f"sqlite:///{tmp_path / 'studies.db'}"))
 
 
 def essence(row: FrozenTrial) -> dict[str, Any]:
@@ -477,10 +466,6 @@ def test_to_close_the_trials_of_a_sweep_without_a_study_is_harmless(storage: Bas
 
 
 # Wishes and limits.
-
-
-def wish(journal: MemoryJournal, **changes: Any) -> None:
-    journal.orders = replace(journal.orders, **changes)
 
 
 def test_paused_trials_stay_open_and_the_next_driver_goes_on_with_them(any_storage: BaseStorage) -> None:

@@ -74,13 +74,6 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def ended(client: httpx.Client) -> str:
-    sweep_id = submit(client, name="ended")
-    wait_for(client, sweep_id, "succeeded")
-    return sweep_id
-
-
 @pytest.fixture
 def held(client: httpx.Client) -> Iterator[str]:
     """A sweep that runs until it is cancelled; others wait behind it."""

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.storages import BaseStorage, InMemoryStorage, get_storage
+from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import TrialState
 
-from service.studies import open_storage
 from tests.fakes import (
     SWEEP,
     Countdown,
@@ -26,28 +25,13 @@ from tests.fakes import (
     rows,
     spec,
     states,
+    wish,
     with_loss,
 )
 from trials.ledger import Report, StudyLedger, Task
 from trials.search import StudySearch
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore
-
-
-@pytest.fixture
-def storage() -> BaseStorage:
-    return InMemoryStorage()
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def any_storage(request: pytest.FixtureRequest, tmp_path: Path) -> BaseStorage:
-    if request.param == "memory":
-        return InMemoryStorage()
-    return get_storage(open_storage(f"sqlite:///{tmp_path / 'studies.db'}"))
-
-
-def wish(journal: MemoryJournal, **changes: Any) -> None:
-    journal.orders = replace(journal.orders, **changes)
 
 
 def asked(**fields: Any) -> SweepSpec:
