@@ -340,9 +340,8 @@ def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str |
 
 
 def _placed(error: dict[str, Any]) -> str:
-    """What is wrong, after where; what is said of a parameter names it."""
-    message = str(error["message"])
-    return message if error.get("parameter") else f"{error['pointer'] or 'body'}: {message}"
+    """What is wrong, after where."""
+    return f"{error.get('parameter') or error['pointer'] or 'body'}: {error['message']}"
 
 
 def _sendable(token: str) -> str:

@@ -198,7 +198,10 @@ class InvalidRequest(ServiceError):
     code = "invalid_request"
 
     def __init__(self, problems: list[Problem]) -> None:
-        told = [problem.message for problem in problems[:MOST_IN_A_SENTENCE]]
+        told = [
+            f"{problem.parameter}: {problem.message}" if problem.parameter else problem.message
+            for problem in problems[:MOST_IN_A_SENTENCE]
+        ]
         more = [f"and {len(problems) - len(told)} more"] if len(problems) > len(told) else []
         super().__init__("; ".join([*told, *more]))
         self.problems = problems
