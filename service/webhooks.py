@@ -232,7 +232,8 @@ class Deliverer:
         """What is on its way then is sent again by the next service: nobody waits for a slow receiver."""
         self._stopped.set()
         until = time.monotonic() + SECONDS_TO_STOP
-        for thread in (self._thread, *self._sending.values()):
+        self._thread.join(max(0.0, until - time.monotonic()))  # first: it may start one more of the others
+        for thread in list(self._sending.values()):
             thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:

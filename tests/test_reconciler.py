@@ -581,12 +581,27 @@ def test_controller_that_wakes_after_another_one_has_acted_ends_no_trial(url: st
     launchers[1].me = {"controller": 2}
     launchers[1].alive = launchers[0].alive
     closing = partial(open_closing_storage, url)
+    storages = [open_storage(url) for _ in launchers]
     first, second = (
-        Reconciler(records, open_storage(url), store, launcher, 1, closing=closing) for launcher in launchers
+        Reconciler(records, storage, store, launcher, 1, closing=closing)
+        for storage, launcher in zip(storages, launchers, strict=True)
     )
+
+    def begin_trial() -> tuple[StudyLedger, Task]:
+        """As a driver of the present generation."""
+        record = records.get_sweep("s1")
+        storage = open_fenced_storage(url, "s1", record.generation)
+        storages.append(storage._backend)  # type: ignore[attr-defined]
+        study = study_to_go_on_with(records, storage, "s1", record.generation)
+        journal = SweepJournal(records, "s1", record.generation)
+        ledger = StudyLedger(record.spec, "s1", storage, journal, store, study)
+        task = ledger.next_task()
+        assert task is not None
+        return ledger, task
+
     records.add_sweep("s1", spec())
     first.reconcile()
-    begin_trial(records, url, store)
+    begin_trial()
     records.ask("s1", "cancel")
     end, tasks = launchers[0].end, []
 
@@ -599,26 +614,17 @@ def test_controller_that_wakes_after_another_one_has_acted_ends_no_trial(url: st
         assert records.get_sweep("s1").state == "cancelled"
         records.retry("s1", [0])
         second.reconcile()
-        tasks.append(begin_trial(records, url, store))
+        tasks.append(begin_trial())
 
     launchers[0].end = sleep_and_end  # type: ignore[method-assign]
     first.reconcile()
     assert records.get_sweep("s1").state == "running"
     ((ledger, task),) = tasks
     assert ledger.record(task, report(task, 1)), "the trial runs on"
+    for storage in storages:
+        storage.remove_session()
+        storage.engine.dispose()
     engine.dispose()
-
-
-def begin_trial(records: Records, url: str, store: CheckpointStore) -> tuple[StudyLedger, Task]:
-    """As a driver of the present generation."""
-    record = records.get_sweep("s1")
-    storage = open_fenced_storage(url, "s1", record.generation)
-    study = study_to_go_on_with(records, storage, "s1", record.generation)
-    journal = SweepJournal(records, "s1", record.generation)
-    ledger = StudyLedger(record.spec, "s1", storage, journal, store, study)
-    task = ledger.next_task()
-    assert task is not None
-    return ledger, task
 
 
 def raiser(error: Exception) -> Callable[..., Any]:

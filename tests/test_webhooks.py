@@ -327,6 +327,8 @@ def delivering(known: Webhooks, acts: Callable[[], bool] = lambda: True) -> Iter
         yield deliverer
     finally:
         deliverer.stop()
+        for thread in deliverer._sending.values():  # what a service would leave to its process's end
+            thread.join()
 
 
 def test_a_slow_receiver_delays_no_other(known: Webhooks, journal: SweepJournal, receiver: Receiver) -> None:
