@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 N ?= 20
 SEED ?= 1
 
-.PHONY: help sweep serve test test-fast lint chaos leaks bench clean
+.PHONY: help sweep serve test test-fast lint chaos leaks bench bench-api clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -38,6 +38,9 @@ bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, tria
 	$(BIN)/python -m benchmarks.step --configurations ptb,wt2 --regularizers fraternal --precisions bf16
 	$(BIN)/python -m benchmarks.packing
 	$(BIN)/python -m benchmarks.overhead
+
+bench-api: $(VENV)/.installed ## how long the API takes to answer with 200 sweeps in it, 20 clients at once; about 3 minutes
+	$(BIN)/python -m benchmarks.api
 
 leaks: $(VENV)/.installed-dev ## 2,000 trials of next to nothing through one driver: what grows; about 4 minutes
 	$(BIN)/python -m tests.leaks --trials 2000

@@ -3,7 +3,8 @@
     .venv/bin/python -m benchmarks.api --sweeps 200 --trials 50 --epochs 20 --clients 20 --seconds 5
 
 Fills a database with ended sweeps, serves it with `fraternal serve`, and has so many clients ask one thing
-after another, each as soon as it has its answer, one kind of request at a time. Prints Markdown: answers a
+after another, each as soon as it has its answer, one kind of request at a time: every GET but checkpoints,
+which are as long as their files, and streams, which benchmarks.events is for. Prints Markdown: answers a
 second, and the median and 95th percentile of the times to an answer, in milliseconds, beside those of a lone
 client. Exits with 1 where a bound is missed.
 """
@@ -23,10 +24,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import optuna
 from optuna.distributions import FloatDistribution
+from optuna.storages._rdb.models import (
+    TrialIntermediateValueModel,
+    TrialModel,
+    TrialParamModel,
+    TrialUserAttributeModel,
+    TrialValueModel,
+)
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
-from sqlalchemy import insert, update
+from sqlalchemy import Connection, insert, literal, select, update
 
 from service.database import migrate, naive, now, open_engine
 from service.launcher import findable
@@ -35,7 +44,7 @@ from service.records import Records
 from service.running import Signals, running_service
 from service.settings import Settings
 from service.studies import open_storage
-from service.tables import epochs, sweeps
+from service.tables import epochs, events, sweeps
 from trials.spec import SweepSpec
 from trials.studies import open_study
 
@@ -47,6 +56,13 @@ BODY = {
     "training": {"epochs": 20},
     "space": {"kappa": {"type": "uniform", "low": 0.05, "high": 0.2}},
 }
+MODELS: Any = (
+    TrialModel,
+    TrialParamModel,
+    TrialValueModel,
+    TrialIntermediateValueModel,
+    TrialUserAttributeModel,
+)
 Request = tuple[str, str, bytes | None]
 """Method, path, body."""
 
@@ -63,12 +79,20 @@ def fill(settings: Settings, count: int, trials: int, curve: int) -> list[str]:
         named = {"name": f"sweep {number}", "labels": {"team": ["nlp", "vision"][number % 2]}}
         records.add_sweep(sweep_id, spec.model_copy(update=named))
         study = open_study(spec, sweep_id, storage)
-        study.add_trials([_ended_trial(spec, trial) for trial in range(trials)])
+        if number == 0:
+            study.add_trials([_ended_trial(spec, trial) for trial in range(trials)])
         with engine.begin() as connection:
+            if number > 0:
+                _copy_trials(connection, study._study_id, number * trials)
             connection.execute(
                 insert(epochs),
                 [_epoch(sweep_id, trial, epoch) for trial in range(trials) for epoch in range(1, curve + 1)],
             )
+            connection.execute(
+                insert(events),
+                [_event(sweep_id, trial, epoch) for trial in range(trials) for epoch in range(1, curve + 1)],
+            )
+        records.add_point(sweep_id, {"kappa": 0.15})
     at = naive(now())
     with engine.begin() as connection:
         ended = {"state": "succeeded", "started_at": at, "finished_at": at, "generation": 1, "ran_s": 60.0}
@@ -79,6 +103,22 @@ def fill(settings: Settings, count: int, trials: int, curve: int) -> list[str]:
     storage.engine.dispose()
     engine.dispose()
     return ids
+
+
+def _copy_trials(connection: Connection, study_id: int, beyond: int) -> None:
+    """Those of the first study into another one: Optuna takes two seconds for a sweep's."""
+    trials, *of_trials = (model.__table__ for model in MODELS)
+    columns = [trials.c.trial_id + beyond, literal(study_id)]
+    names = ["number", "state", "datetime_start", "datetime_complete"]
+    first = select(*columns, *(trials.c[name] for name in names)).where(trials.c.study_id == 1)
+    connection.execute(insert(trials).from_select(["trial_id", "study_id", *names], first))
+    for table in of_trials:
+        names = [
+            column.name for column in table.columns if not column.primary_key and column.name != "trial_id"
+        ]
+        of_first = select(table.c.trial_id + beyond, *(table.c[name] for name in names))
+        of_first = of_first.join(trials, trials.c.trial_id == table.c.trial_id).where(trials.c.study_id == 1)
+        connection.execute(insert(table).from_select(["trial_id", *names], of_first))
 
 
 def _ended_trial(spec: SweepSpec, number: int) -> Any:
@@ -112,6 +152,11 @@ def _epoch(sweep_id: str, number: int, epoch: int) -> dict[str, Any]:
     return {**key, **losses, **others, "recorded_at": at, "averaged": False, "tokens": 100, "is_best": True}
 
 
+def _event(sweep_id: str, number: int, epoch: int) -> dict[str, Any]:
+    detail = {"number": number, "attempt": 1, "epoch": epoch, "valid_loss": 5.0, "valid_perplexity": 148.4}
+    return {"sweep_id": sweep_id, "at": naive(now()), "kind": "epoch_finished", "detail": detail}
+
+
 def requests_of(ids: list[str], trials: int) -> dict[str, Callable[[int], Request]]:
     """By the template of its path: the n-th request."""
 
@@ -133,8 +178,16 @@ def requests_of(ids: list[str], trials: int) -> dict[str, Callable[[int], Reques
         "GET …/trials/{number}": get("/v1/sweeps/{sweep}/trials/{number}"),
         "GET …/best": get("/v1/sweeps/{sweep}/best"),
         "GET …/points": get("/v1/sweeps/{sweep}/points"),
+        "GET …/points/{point_id}": lambda n: (
+            "GET",
+            f"/v1/sweeps/{ids[n % len(ids)]}/points/{n % len(ids) + 1}",
+            None,
+        ),
+        "GET …/events": get("/v1/sweeps/{sweep}/events"),
+        "GET /v1/webhooks": get("/v1/webhooks"),
         "GET /healthz": get("/healthz"),
         "GET /readyz": get("/readyz"),
+        "GET /metrics": get("/metrics"),
         "POST /v1/sweeps": lambda n: ("POST", "/v1/sweeps", json.dumps(body).encode()),
         "POST /v1/sweeps?validate_only": lambda n: (
             "POST",
@@ -155,7 +208,7 @@ def measure(port: int, made: Callable[[int], Request], clients: int, seconds: fl
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         while time.perf_counter() < until:
             method, path, body = made(next(numbers))
-            headers = {"content-type": "application/json"} if body else {}
+            headers = {"accept": "application/json", **({"content-type": "application/json"} if body else {})}
             began = time.perf_counter()
             connection.request(method, path, body, headers)
             response = connection.getresponse()
@@ -188,6 +241,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5, help="for each kind of request")
     given = parser.parse_args()
     errors = Console(stderr=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     missed = []
     with tempfile.TemporaryDirectory(prefix="fraternal-bench-") as folder, Signals() as signals:
         settings = Settings(data_dir=Path(folder) / "data")
