@@ -1,5 +1,7 @@
 """The one database: how it is opened, and brought to this version's shape."""
 
+import os
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -7,11 +9,19 @@ from typing import Any
 import alembic.command
 import alembic.config
 from pydantic_core import from_json
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
 
 POSTGRESQL = {"options": "-c idle_in_transaction_session_timeout=30000"}
 """How it is connected to. A process that is frozen in the middle of a write would keep its locks for ever."""
+
+
+TURN = "turn to write"
+WRITING = ("INSERT", "UPDATE", "DELETE")
+PATIENCE_S = 60
+
+_turns: dict[str, threading.Lock] = {}
+"""Of each file."""
 
 
 def open_engine(url: str, **options: Any) -> Engine:
@@ -19,8 +29,10 @@ def open_engine(url: str, **options: Any) -> Engine:
     sqlite = make_url(url).get_backend_name() == "sqlite"
     engine = create_engine(
         url,
-        connect_args={"timeout": 60} if sqlite else POSTGRESQL,
+        connect_args={"timeout": PATIENCE_S} if sqlite else POSTGRESQL,
         pool_pre_ping=not sqlite,
+        pool_size=40,
+        pool_use_lifo=True,
         **{"json_deserializer": _lenient_json, **options},
     )
     if sqlite:
@@ -38,6 +50,7 @@ def _lenient_json(written: str) -> Any:
 
 def tune_sqlite(engine: Engine) -> None:
     """WAL lets readers and a writer work at once; NORMAL keeps a commit unless the machine loses power."""
+    _have_writers_take_turns(engine)
 
     @event.listens_for(engine, "connect")
     def set_pragmas(connection: Any, _record: Any) -> None:
@@ -45,6 +58,26 @@ def tune_sqlite(engine: Engine) -> None:
         for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
+
+
+def _have_writers_take_turns(engine: Engine) -> None:
+    """Of one process: SQLite has who finds the database locked look again later, up to a tenth of a second
+    later, and whoever comes in between is served first. Twenty at once waited a second so."""
+    file = engine.url.database
+    in_memory = file in {None, "", ":memory:"}
+    turn = threading.Lock() if in_memory else _turns.setdefault(os.path.abspath(str(file)), threading.Lock())
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def take(connection: Connection, _cursor: Any, statement: str, *_rest: Any) -> None:
+        if TURN not in connection.info and statement.startswith(WRITING):
+            connection.info[TURN] = turn.acquire(timeout=PATIENCE_S)  # in vain: SQLite's own lock decides
+
+    # Its transaction is over then, in whatever way: SQLAlchemy tells of a commit before it makes it.
+    @event.listens_for(engine, "checkin")
+    @event.listens_for(engine, "invalidate")
+    def give(_connection: Any, record: Any, *_error: Any) -> None:
+        if record.info.pop(TURN, False):
+            turn.release()
 
 
 def migrate(engine: Engine, revision: str = "head") -> None:

@@ -12,10 +12,13 @@ from typing import Any
 from sqlalchemy import (
     Connection,
     Engine,
+    Integer,
     RowMapping,
     Select,
+    String,
     Table,
     Text,
+    bindparam,
     cast,
     func,
     insert,
@@ -94,6 +97,24 @@ class Look:
     """In the order of their ids."""
 
 
+def _with_state(query: Select[Any]) -> Select[Any]:
+    """Built once: to build a statement takes longer than SQLite does to run it."""
+    of_sweep = bindparam("sweep_id", type_=String)
+    some = query.where(events.c.sweep_id == of_sweep).limit(bindparam("limit", type_=Integer)).subquery()
+    return (
+        select(sweeps.c.state.label("state"), some)
+        .select_from(sweeps.outerjoin(some, true()))
+        .where(sweeps.c.id == of_sweep)
+        .order_by(some.c.id)
+    )
+
+
+_AFTER = _with_state(
+    select(events).where(events.c.id > bindparam("event_id", type_=Integer)).order_by(events.c.id)
+)
+_LATEST = _with_state(select(events).order_by(events.c.id.desc()))
+
+
 class EventLog:
     """Reads the table. Every method is one transaction."""
 
@@ -102,11 +123,11 @@ class EventLog:
 
     def after(self, sweep_id: str, event_id: int, limit: int) -> Look:
         """The first `limit` events that follow one."""
-        return self._look(sweep_id, select(events).where(events.c.id > event_id).order_by(events.c.id), limit)
+        return self._look(_AFTER, sweep_id=sweep_id, event_id=event_id, limit=limit)
 
     def latest(self, sweep_id: str, limit: int) -> Look:
         """The last `limit` events."""
-        return self._look(sweep_id, select(events).order_by(events.c.id.desc()), limit)
+        return self._look(_LATEST, sweep_id=sweep_id, limit=limit)
 
     def newest_id(self, sweep_id: str) -> int:
         """0 where a sweep has no events, or is not there."""
@@ -119,16 +140,9 @@ class EventLog:
         with self._engine.connect() as connection:
             return find_ends_told(connection, sweep_id)
 
-    def _look(self, sweep_id: str, query: Select[Any], limit: int) -> Look:
-        some = query.where(events.c.sweep_id == sweep_id).limit(limit).subquery()
-        both = (
-            select(sweeps.c.state.label("state"), some)
-            .select_from(sweeps.outerjoin(some, true()))
-            .where(sweeps.c.id == sweep_id)
-            .order_by(some.c.id)
-        )
+    def _look(self, statement: Select[Any], **values: str | int) -> Look:
         with self._engine.connect() as connection:
-            rows = connection.execute(both).mappings().all()
+            rows = connection.execute(statement, values).mappings().all()
         return Look(rows[0]["state"] if rows else None, [row for row in rows if row["id"] is not None])
 
 

@@ -12,6 +12,7 @@ from service.lifecycle import TERMINAL_STATES
 from service.problems import ProblemDocument
 from service.routes import NO_SUCH, SweepId
 from service.streams import HEADERS, MEDIA_TYPE, EventStream, Streams
+from service.turns import looks
 
 STREAM = """Server-sent events. Each has as its `id` what `Last-Event-ID` takes, as its `event` the kind, and
 as its `data` a JSON object as in `EventPage.events`. A sweep that is over ends the stream with `event: end`,
@@ -51,6 +52,7 @@ events = APIRouter(prefix="/v1/sweeps", tags=["events"])
 
 @events.get("/{sweep_id}/events", responses={**NO_SUCH, **RESPONSES}, response_class=Response)
 @events.head("/{sweep_id}/events", include_in_schema=False)
+@looks
 def watch_events(
     sweep_id: SweepId,
     request: Request,

@@ -110,9 +110,13 @@ class LocalLauncher:
         self._data_dir = settings.data_dir.resolve()
         self._owner = owner_of(settings)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._capacity: Capacity | None = None
 
     def capacity(self) -> Capacity:
-        return local_capacity()
+        """As it was when it was asked for first: to look takes a millisecond, and every submission asks."""
+        if self._capacity is None:
+            self._capacity = local_capacity()
+        return self._capacity
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
         scratch = scratch_of(sweep_id, self._owner)

@@ -1,10 +1,10 @@
 """A page of the sweeps' table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Boolean, Connection, Integer, RowMapping, case, cast, func, select
+from sqlalchemy import Boolean, Connection, Integer, case, cast, func, select
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import ColumnElement
 from sqlalchemy.sql.functions import FunctionElement
@@ -12,12 +12,16 @@ from sqlalchemy.sql.functions import FunctionElement
 from service.pages import Key, SweepQuery
 from service.tables import sweeps
 
+STAMP = (sweeps.c.id, sweeps.c.generation, sweeps.c.state, sweeps.c.revision)
 
-def page_of_sweeps(connection: Connection, asked: SweepQuery) -> tuple[list[RowMapping], str | None]:
-    """The rows of a page, and the token of the next one."""
+
+def page_of_sweeps(connection: Connection, asked: SweepQuery) -> tuple[Sequence[Any], str | None]:
+    """Which sweeps are on a page, without what they ask for, and the token of the next one."""
     page = asked.page
     key = ORDERS[page.order_by]
-    query = select(sweeps, key.label("key")).where(*_conditions(asked)).limit(page.size + 1)
+    query = (
+        select(*STAMP, sweeps.c.position, key.label("key")).where(*_conditions(asked)).limit(page.size + 1)
+    )
     if page.descending:
         query = query.order_by(key.desc(), sweeps.c.position.desc())
     else:
@@ -27,13 +31,13 @@ def page_of_sweeps(connection: Connection, asked: SweepQuery) -> tuple[list[RowM
         beyond = key < before if page.descending else key > before
         further = sweeps.c.position < position if page.descending else sweeps.c.position > position
         query = query.where(beyond | ((key == before) & further))
-    rows = list(connection.execute(query).mappings())
+    rows = connection.execute(query).all()
     shown = rows[: page.size]
     if len(rows) <= page.size:
         return shown, None
-    last = shown[-1]["key"]
+    last = shown[-1].key
     at = last.isoformat() if isinstance(last, datetime) else last
-    return shown, page.token_after((at, shown[-1]["position"]))
+    return shown, page.token_after((at, shown[-1].position))
 
 
 class _holds_json(FunctionElement[bool]):

@@ -4,10 +4,13 @@ Each application has a registry of its own. No label has text of a client's.
 """
 
 import json
+import math
 import platform
 import shutil
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -61,6 +64,8 @@ class Metrics:
 
     def __init__(self, engine: Engine, reconciler: Reconciler, data_dir: Path) -> None:
         self._registry = CollectorRegistry()
+        self._as_text = _Shared(self._write_as_text)
+        self._as_openmetrics = _Shared(self._write_as_openmetrics)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         self._registry.register(_Service(engine, reconciler, data_dir))
@@ -90,9 +95,32 @@ class Metrics:
     def written(self, accept: str) -> tuple[bytes, str]:
         """All of it, and its content type: OpenMetrics where that is asked for, as Prometheus does."""
         if "application/openmetrics-text" in accept:
-            written: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
-            return written, openmetrics.CONTENT_TYPE_LATEST
-        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+            return self._as_openmetrics(), openmetrics.CONTENT_TYPE_LATEST
+        return self._as_text(), CONTENT_TYPE_PLAIN_0_0_4
+
+    def _write_as_text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _write_as_openmetrics(self) -> bytes:
+        written: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+        return written
+
+
+class _Shared:
+    """Made for all who ask at once: whoever waits takes what was begun after he had asked."""
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make = make
+        self._making = threading.Lock()
+        self._began, self._made = -math.inf, b""
+
+    def __call__(self) -> bytes:
+        asked = time.monotonic()
+        with self._making:
+            if self._began <= asked:
+                began = time.monotonic()
+                self._began, self._made = began, self._make()
+            return self._made
 
 
 class _Service(Collector):

@@ -4,14 +4,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
 from sqlalchemy import (
     Connection,
     Engine,
     RowMapping,
+    bindparam,
     delete,
     event,
     func,
@@ -57,6 +58,15 @@ FIRST_LEASE = timedelta(seconds=60)
 """The same before its first word: on a busy machine, loading what a driver needs may outlast a lease."""
 
 
+class Stamp(NamedTuple):
+    """What tells a sweep from what it was before: it comes back to a state only by a wish or by a driver."""
+
+    id: str
+    generation: int
+    state: State
+    revision: int
+
+
 @dataclass(frozen=True)
 class SweepRecord:
     """A sweep's row."""
@@ -84,7 +94,11 @@ class SweepRecord:
     revision: int
     """Grows with all that clients ask of it."""
 
-    @cached_property
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(self.id, self.generation, self.state, self.revision)
+
+    @property
     def spec(self) -> SweepSpec:
         """Raises UnreadableSpec."""
         try:
@@ -134,12 +148,15 @@ class Records:
             "study": sweep_id,
         }
         with self.engine.begin() as connection:
-            connection.execute(insert(sweeps).values(values))
+            row = connection.execute(insert(sweeps).values(values).returning(sweeps)).mappings().one()
             given = [_point(sweep_id, point) for point in spec.points]
             if given:
                 connection.execute(insert(points).values(given))
             write_event(connection, sweep_id, "sweep_submitted", {})
-            return _done(connection, sweep_id, within)
+            record = _record(row)
+            if within is not None:
+                within(connection, record)
+            return record
 
     def get_sweep(self, sweep_id: str) -> SweepRecord:
         """Raises SweepNotFound."""
@@ -161,11 +178,19 @@ class Records:
         with self.engine.connect() as connection:
             return [_record(row) for row in connection.execute(query).mappings()]
 
-    def page(self, asked: SweepQuery) -> tuple[list[SweepRecord], str | None]:
+    def page(self, asked: SweepQuery) -> tuple[list[Stamp], str | None]:
         """A page of sweeps, and the token of the next one."""
         with self.engine.connect() as connection:
             rows, token = page_of_sweeps(connection, asked)
-        return [_record(row) for row in rows], token
+        return [Stamp(*row[: len(Stamp._fields)]) for row in rows], token
+
+    def find_sweeps(self, sweep_ids: Collection[str]) -> dict[str, SweepRecord]:
+        """Those of them that are there, by id."""
+        if not sweep_ids:
+            return {}
+        query = select(sweeps).where(sweeps.c.id.in_(sweep_ids))
+        with self.engine.connect() as connection:
+            return {row["id"]: _record(row) for row in connection.execute(query).mappings()}
 
     def list_left_behind(self) -> list[SweepRecord]:
         """Sweeps at rest whose drivers nobody has cleaned up after."""
@@ -397,28 +422,25 @@ class Records:
             return connection.execute(select(func.count()).select_from(epochs).where(of_sweep)).scalar_one()
 
     def latest_epochs(self, sweep_id: str) -> dict[int, RowMapping]:
-        """The latest recorded epoch of every trial, by trial number."""
+        """The latest recorded epoch of every trial and its valid_loss, by trial number."""
         latest = (
             select(epochs.c.number, func.max(epochs.c.epoch).label("epoch"))
             .where(epochs.c.sweep_id == sweep_id)
             .group_by(epochs.c.number)
             .subquery()
         )
-        query = select(epochs).join(
+        query = select(epochs.c.number, epochs.c.epoch, epochs.c.valid_loss).join(
             latest, (epochs.c.number == latest.c.number) & (epochs.c.epoch == latest.c.epoch)
         )
         with self.engine.connect() as connection:
             rows = connection.execute(query.where(epochs.c.sweep_id == sweep_id)).mappings()
             return {row["number"]: row for row in rows}
 
-    def curve(self, sweep_id: str, number: int) -> list[RowMapping]:
-        query = (
-            select(epochs)
-            .where((epochs.c.sweep_id == sweep_id) & (epochs.c.number == number))
-            .order_by(epochs.c.epoch)
-        )
+    def curve(self, sweep_id: str, number: int) -> list[dict[str, Any]]:
         with self.engine.connect() as connection:
-            return list(connection.execute(query).mappings())
+            found = connection.execute(_CURVE, {"sweep_id": sweep_id, "number": number})
+            names = tuple(found.keys())
+            return [dict(zip(names, row, strict=True)) for row in found.all()]
 
     def pinned(self, sweep_id: str) -> set[int]:
         """Numbers of the trials whose best checkpoints stay."""
@@ -642,9 +664,18 @@ def _locked_row(connection: Connection, sweep_id: str, *, required: bool = True)
     return _row(connection, sweep_id, required=required)
 
 
+# Built once: to build a statement takes longer than SQLite does to run it.
+_OF_ID = select(sweeps).where(sweeps.c.id == bindparam("sweep_id"))
+_CURVE = (
+    select(epochs)
+    .where(epochs.c.sweep_id == bindparam("sweep_id"), epochs.c.number == bindparam("number"))
+    .order_by(epochs.c.epoch)
+)
+
+
 def _row(connection: Connection, sweep_id: str, *, required: bool = True) -> Any:
     """A sweep's row; raises SweepNotFound where it is required and not there."""
-    row = connection.execute(select(sweeps).where(sweeps.c.id == sweep_id)).mappings().one_or_none()
+    row = connection.execute(_OF_ID, {"sweep_id": sweep_id}).mappings().one_or_none()
     if row is None and required:
         raise SweepNotFound(f"there is no sweep {sweep_id!r}; GET /v1/sweeps lists them")
     return row
@@ -753,7 +784,7 @@ def _record(row: RowMapping) -> SweepRecord:
     return SweepRecord(**values, written_spec=row["spec"])
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _spec(written: bytes) -> SweepSpec:
     """Read a stored spec, whose every value is checked anew: milliseconds. Its readers share it, and change
     nothing in it."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
 from starlette.convertors import Convertor, register_url_convertor
 
 from service.downloads import RESPONSES, download
@@ -46,6 +47,7 @@ from service.schemas import (
     View,
 )
 from service.sweeps import SweepController, Write
+from service.turns import looks, submits
 from trials.spec import Name, SweepRequest, Text
 
 SweepId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Identity of a sweep.")]
@@ -86,7 +88,7 @@ CONDITIONAL = _problems(
 )
 
 
-def _controller(request: Request) -> SweepController:
+async def _controller(request: Request) -> SweepController:
     controller: SweepController = request.app.state.controller
     return controller
 
@@ -225,6 +227,7 @@ class TrialListQuery(ListQuery):
         **KEYED,
     },
 )
+@submits
 def create_sweep(
     spec: SweepRequest,
     controller: Controller,
@@ -239,13 +242,15 @@ def create_sweep(
     return once(partial(controller.create, spec), 201, _place)
 
 
-@sweeps.get("", responses=BAD_QUERY)
-def list_sweeps(controller: Controller, query: Annotated[SweepListQuery, Query()]) -> SweepList:
+@sweeps.get("", response_model=SweepList, responses=BAD_QUERY)
+@looks
+def list_sweeps(controller: Controller, query: Annotated[SweepListQuery, Query()]) -> Response:
     """Sweeps, the newest first unless another order is asked for, a page at a time."""
     page = read_page(SweepOrder, **query.model_dump())
     asked = SweepQuery(page, query.state, read_labels(query.label), query.name)
     found, token = controller.list_sweeps(asked)
-    return SweepList(sweeps=found, next_page_token=token)
+    body = b'{"next_page_token":%s,"sweeps":[%s]}' % (to_json(token), b",".join(found))
+    return Response(body, media_type="application/json")
 
 
 @sweeps.post("/{sweep_id}:pause", status_code=202, response_model=SweepView, responses=VERB)
@@ -327,6 +332,7 @@ def delete_sweep(sweep_id: SweepId, controller: Controller, once: Carrying) -> R
 
 
 @sweeps.get("/{sweep_id:id}", responses=NO_SUCH)
+@looks
 def get_sweep(sweep_id: SweepId, controller: Controller, response: Response) -> SweepDetail:
     """A sweep: its state, its progress and the spec that it runs."""
     sweep = controller.get(sweep_id)
@@ -335,6 +341,7 @@ def get_sweep(sweep_id: SweepId, controller: Controller, response: Response) -> 
 
 
 @trials.get("/trials", responses={**NO_SUCH, **BAD_QUERY})
+@looks
 def list_trials(
     sweep_id: SweepId, controller: Controller, query: Annotated[TrialListQuery, Query()]
 ) -> TrialList:
@@ -345,6 +352,7 @@ def list_trials(
 
 
 @trials.get("/trials/{number}", responses=NO_SUCH)
+@looks
 def get_trial(sweep_id: SweepId, number: TrialNumber, controller: Controller) -> TrialDetail:
     """A trial with its whole configuration and its curve, an entry an epoch."""
     return controller.trial(sweep_id, number)
@@ -388,12 +396,14 @@ def add_point(sweep_id: SweepId, point: PointRequest, controller: Controller, on
 
 
 @trials.get("/points", responses=NO_SUCH)
+@looks
 def list_points(sweep_id: SweepId, controller: Controller) -> PointList:
     """Points in the order in which they are tried; those that were, too."""
     return PointList(points=controller.points(sweep_id))
 
 
 @trials.get("/points/{point_id}", responses=NO_SUCH)
+@looks
 def get_point(sweep_id: SweepId, point_id: PointId, controller: Controller) -> PointView:
     """A point, and the draw that it is tried as."""
     return controller.point(sweep_id, point_id)
@@ -406,6 +416,7 @@ def remove_point(sweep_id: SweepId, point_id: PointId, controller: Controller) -
 
 
 @trials.get("/best", responses=NO_SUCH)
+@looks
 def get_best(sweep_id: SweepId, controller: Controller) -> TrialView:
     """The trial with the lowest validation perplexity so far that has a checkpoint."""
     return controller.best(sweep_id)
@@ -429,7 +440,7 @@ def get_trial_checkpoint(
 
 
 @health.get("/healthz")
-def healthz() -> Health:
+async def healthz() -> Health:
     """The process answers."""
     return Health(status="alive")
 
@@ -438,6 +449,7 @@ def healthz() -> Health:
     "/readyz",
     responses={503: {"model": Readiness, "description": "Something that the service needs is missing."}},
 )
+@looks
 def readyz(controller: Controller, request: Request, response: Response) -> Readiness:
     """The service can take and run sweeps: its database, its disk and its reconciler are well."""
     found = check_ready(controller, request.app.state.reconciler)

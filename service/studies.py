@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from sqlalchemy.engine import make_url
 
-from service.database import POSTGRESQL, tune_sqlite
+from service.database import PATIENCE_S, POSTGRESQL, tune_sqlite
 from service.lifecycle import Verb
 from service.records import Records, fence_writes
 from trials.ledger import StudyLedger
@@ -17,7 +17,7 @@ def open_storage(url: str) -> RDBStorage:
     """Optuna's tables, made where they are missing; SQLite as patient as ours."""
     if make_url(url).get_backend_name() != "sqlite":
         return RDBStorage(url, engine_kwargs={"pool_pre_ping": True, "connect_args": POSTGRESQL})
-    storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
+    storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": PATIENCE_S}, "pool_size": 40})
     tune_sqlite(storage.engine)
     return storage
 

@@ -116,10 +116,10 @@ class SweepController:
             return None, [Problem(f"/corpus{error.pointer}", "corpus_unusable", str(error))]
         return corpus, []
 
-    def list_sweeps(self, asked: SweepQuery) -> tuple[list[SweepView], str | None]:
-        """A page of sweeps, and the token of the next one. Raises BadPageToken."""
-        records, token = self.records.page(asked)
-        return [self.views.sweep(record) for record in records], token
+    def list_sweeps(self, asked: SweepQuery) -> tuple[list[bytes], str | None]:
+        """A page of sweeps, each a SweepView in JSON, and the token of the next one."""
+        stamps, token = self.records.page(asked)
+        return self.views.sweeps(stamps), token
 
     def get(self, sweep_id: str) -> SweepDetail:
         """Raises SweepNotFound."""

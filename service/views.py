@@ -2,18 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
 from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 from sqlalchemy import RowMapping
 
 from service.database import aware, utc
 from service.errors import TrialNotFound, UnreadableSpec, UnreadableStudy
 from service.lifecycle import MOVING, TERMINAL_STATES, WISHES, WITH_DRIVER, legal_requests
-from service.records import Records, SweepRecord
+from service.records import Records, Stamp, SweepRecord
 from service.schemas import (
     EpochView,
     Failure,
@@ -25,13 +23,18 @@ from service.schemas import (
     TrialView,
 )
 from trials.perplexity import finite_perplexity
+from trials.rows import Remembered, StudyRows, TrialReader, TrialRow
 from trials.spec import SweepSpec
-from trials.studies import find_rows
+from trials.studies import DamagedRows
 
 ENDED_FROM_OUTSIDE = {"cancelled", "infrastructure", "timeout"}
 """Classes of failure that say nothing against what the trial had reached."""
-MOST_REMEMBERED = 1024
-"""Sweeps at rest whose trials are not looked at again: a list of hundreds would read every row of each."""
+CHANGING = MOVING - {"queued"}
+"""Of any other state, a sweep looks the same until its stamp is another one."""
+MOST_SWEEPS = 1024
+"""That are told of as before: a list of hundreds would read every row of each."""
+MOST_TRIALS = 20_000
+"""Trials of sweeps at rest that are told of as before, some 3 KiB each."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +53,41 @@ NOTHING_YET = Progress({}, 0, None, None)
 
 
 class SweepViews:
-    """Reads, and writes nothing."""
+    """Reads, and writes nothing; may be asked by many threads at once. A sweep at rest is looked at once."""
 
     def __init__(self, records: Records, storage: BaseStorage) -> None:
         self._records = records
-        self._storage = storage
-        self._remembered = lru_cache(MOST_REMEMBERED)(self._progress_at_rest)
+        self._reader = TrialReader(storage)
+        self._at_rest: Remembered[Stamp, tuple[SweepView, bytes]] = Remembered(MOST_SWEEPS, lambda _: 1)
+        """And as JSON."""
+        self._trials_at_rest: Remembered[Stamp, list[TrialView]] = Remembered(MOST_TRIALS, len)
 
     def detail(self, record: SweepRecord, progress: Progress | None = None) -> SweepDetail:
         return SweepDetail(**dict(self.sweep(record, progress)), spec=record.spec)
 
     def sweep(self, record: SweepRecord, progress: Progress | None = None) -> SweepView:
         """`progress`, where it is known already."""
+        if progress is not None or record.state in CHANGING:
+            return self._sweep(record, progress)
+        return self._written(record)[0]
+
+    def sweeps(self, stamps: Sequence[Stamp]) -> list[bytes]:
+        """As JSON, in their order; without those that have been removed meanwhile."""
+        told = self._at_rest.find_all(stamps)
+        read = self._records.find_sweeps([stamp.id for stamp in stamps if stamp not in told])
+        told |= {stamp: self._written(read[stamp.id]) for stamp in stamps if stamp.id in read}
+        return [told[stamp][1] for stamp in stamps if stamp in told]
+
+    def _written(self, record: SweepRecord) -> tuple[SweepView, bytes]:
+        told = self._at_rest.find(record.stamp)
+        if told is None:
+            view = self._sweep(record)
+            told = view, view.model_dump_json().encode()
+            if record.state not in CHANGING:
+                self._at_rest.keep(record.stamp, told)
+        return told
+
+    def _sweep(self, record: SweepRecord, progress: Progress | None = None) -> SweepView:
         progress = progress or self.progress(record)
         reason = record.state_reason or progress.unreadable
         spec: SweepSpec | None = None
@@ -101,69 +127,68 @@ class SweepViews:
         )
 
     def progress(self, record: SweepRecord) -> Progress:
-        """What its trials have come to; remembered while the sweep rests and nobody asks anything of it."""
+        """What its trials have come to."""
         if record.generation == 0:  # it has had no driver, hence no study
             return NOTHING_YET
-        if record.state in MOVING:
-            return self._progress(record)
-        return self._remembered(record.id, record.generation, record.state_since, record.revision)
-
-    def _progress_at_rest(self, sweep_id: str, *_changes_with: int | datetime) -> Progress:
-        return self._progress(self._records.get_sweep(sweep_id))
-
-    def _progress(self, record: SweepRecord) -> Progress:
-        url = self._dashboard_url(record)
         try:
-            trials = self.trials(record)
+            rows = self._rows(record)
+            trials = self._trials(record, rows)
         except UnreadableStudy as error:
-            return Progress({}, 0, None, url, str(error))
+            return Progress({}, 0, None, None, str(error))
         states = [trial.state for trial in trials]
         return Progress(
             states={state: states.count(state) for state in set(states)},
             epochs_done=sum(trial.epochs_done for trial in trials),
             best=best_of(trials),
-            dashboard_url=url,
+            dashboard_url=None if rows.study_id is None else f"/dashboard/studies/{rows.study_id}",
         )
 
     def trials(self, record: SweepRecord) -> list[TrialView]:
         """In the order of their numbers. Raises UnreadableStudy."""
-        rows = self._rows(record)
-        if not rows:
+        if record.state in CHANGING:
+            return self._trials(record, self._rows(record))
+        known = self._trials_at_rest.find(record.stamp)
+        if known is not None:
+            return known
+        return self._trials_at_rest.keep(record.stamp, self._trials(record, self._rows(record)))
+
+    def _trials(self, record: SweepRecord, rows: StudyRows) -> list[TrialView]:
+        if not rows.trials:
             return []
+        spec = _find_spec(record)
         latest = self._records.latest_epochs(record.id)
         pinned = self._records.pinned(record.id)
         return [
-            TrialView(**_trial_fields(record, row, latest.get(row.number), row.number in pinned))
-            for row in rows
+            _trial_view(record, spec, row, latest.get(row.number), row.number in pinned)
+            for row in rows.trials
         ]
 
     def trial(self, record: SweepRecord, number: int) -> TrialDetail:
         """With its whole curve. Raises TrialNotFound, UnreadableStudy."""
-        rows = self._rows(record)
-        if not 0 <= number < len(rows):
-            raise TrialNotFound(f"sweep {record.id} has no trial {number}; it has {len(rows)} so far, from 0")
-        curve = self._records.curve(record.id, number)
-        pinned = number in self._records.pinned(record.id)
-        return TrialDetail(
-            **_trial_fields(record, rows[number], curve[-1] if curve else None, pinned),
-            config=rows[number].user_attrs.get("config", {}),
-            curve=[_epoch_view(row) for row in curve],
-        )
-
-    def _rows(self, record: SweepRecord) -> list[FrozenTrial]:
+        trials = self.trials(record)
+        if not 0 <= number < len(trials):
+            raise TrialNotFound(
+                f"sweep {record.id} has no trial {number}; it has {len(trials)} so far, from 0"
+            )
         try:
-            return find_rows(record.study, self._storage)
-        except ValueError as error:  # what is no JSON any more
-            raise UnreadableStudy(
-                f"the trials of sweep {record.id} cannot be read: {error}; it can be cancelled and deleted, "
-                "and its checkpoints are where they were"
-            ) from error
+            config = self._reader.config(record.study, number)
+        except DamagedRows as error:
+            raise _unreadable(record, error) from error
+        curve = [_epoch_view(row) for row in self._records.curve(record.id, number)]
+        return TrialDetail(**dict(trials[number]), config=config, curve=curve)
 
-    def _dashboard_url(self, record: SweepRecord) -> str | None:
+    def _rows(self, record: SweepRecord) -> StudyRows:
         try:
-            return f"/dashboard/studies/{self._storage.get_study_id_from_name(record.study)}"
-        except KeyError:
-            return None
+            return self._reader.read(record.study)
+        except DamagedRows as error:
+            raise _unreadable(record, error) from error
+
+
+def _unreadable(record: SweepRecord, error: DamagedRows) -> UnreadableStudy:
+    return UnreadableStudy(
+        f"the trials of sweep {record.id} cannot be read: {error}; it can be cancelled and deleted, "
+        "and its checkpoints are where they were"
+    )
 
 
 def point_view(row: RowMapping) -> PointView:
@@ -195,36 +220,36 @@ def _time_left_s(record: SweepRecord, counts: TrialCounts) -> float | None:
     return record.running_s() / counts.done * max(0, counts.budget - counts.done)
 
 
-def _trial_fields(
-    record: SweepRecord, row: FrozenTrial, latest: RowMapping | None, pinned: bool
-) -> dict[str, Any]:
-    spec, attributes = _find_spec(record), row.user_attrs
+def _trial_view(
+    record: SweepRecord, spec: SweepSpec | None, row: TrialRow, latest: RowMapping | None, pinned: bool
+) -> TrialView:
+    attributes = row.user_attrs
     at_rest = row.state == TrialState.RUNNING and record.state not in WITH_DRIVER
-    return {
-        "number": row.number,
-        "arm": spec.arm_of(row.number) if spec else attributes.get("arm", ""),
-        "draw": spec.draw_of(row.number) if spec else attributes.get("draw", 0),
-        "seed": spec.seed_of(row.number) if spec else attributes.get("seed", 0),
-        "attempt": attributes.get("attempt", 0),
-        "state": "WAITING" if at_rest else row.state.name,
-        "stopped": attributes.get("stopped", False),
-        "pinned": pinned,
-        "params": row.params,
-        "epochs_done": latest["epoch"] if latest else 0,
-        "best_epoch": attributes.get("best_epoch"),
-        "best_valid_loss": attributes.get("best_valid_loss"),
-        "best_valid_perplexity": finite_perplexity(attributes.get("best_valid_loss")),
-        "valid_perplexity": finite_perplexity(latest["valid_loss"] if latest else None),
-        "failure": _failure(row),
-        "checkpoint_sha256": attributes.get("checkpoint_sha256"),
-        "device": attributes.get("device"),
-        "runtime": attributes.get("runtime"),
-        "started_at": aware(row.datetime_start),
-        "finished_at": aware(row.datetime_complete),
-    }
+    return TrialView(
+        number=row.number,
+        arm=spec.arm_of(row.number) if spec else attributes.get("arm", ""),
+        draw=spec.draw_of(row.number) if spec else attributes.get("draw", 0),
+        seed=spec.seed_of(row.number) if spec else attributes.get("seed", 0),
+        attempt=attributes.get("attempt", 0),
+        state="WAITING" if at_rest else row.state.name,
+        stopped=attributes.get("stopped", False),
+        pinned=pinned,
+        params=dict(row.params),
+        epochs_done=latest["epoch"] if latest else 0,
+        best_epoch=attributes.get("best_epoch"),
+        best_valid_loss=attributes.get("best_valid_loss"),
+        best_valid_perplexity=finite_perplexity(attributes.get("best_valid_loss")),
+        valid_perplexity=finite_perplexity(latest["valid_loss"] if latest else None),
+        failure=_failure(row),
+        checkpoint_sha256=attributes.get("checkpoint_sha256"),
+        device=attributes.get("device"),
+        runtime=attributes.get("runtime"),
+        started_at=aware(row.datetime_start),
+        finished_at=aware(row.datetime_complete),
+    )
 
 
-def _failure(row: FrozenTrial) -> Failure | None:
+def _failure(row: TrialRow) -> Failure | None:
     if row.state != TrialState.FAIL:
         return None
     return Failure(
@@ -233,6 +258,5 @@ def _failure(row: FrozenTrial) -> Failure | None:
     )
 
 
-def _epoch_view(row: RowMapping) -> EpochView:
-    fields = {name: row[name] for name in EpochView.model_fields if name in row}
-    return EpochView(**fields, valid_perplexity=finite_perplexity(row["valid_loss"]))
+def _epoch_view(row: Mapping[str, Any]) -> EpochView:
+    return EpochView(**row, valid_perplexity=finite_perplexity(row["valid_loss"]))

@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Request, Response
 
 from service.routes import BAD_SPEC, KEYED, Carrying, _problems
+from service.turns import looks
 from service.webhook_schemas import NewWebhook, TestedWebhook, WebhookList, WebhookRequest, WebhookView
 from service.webhooks import Webhooks
 
@@ -13,7 +14,7 @@ WebhookId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="I
 NO_SUCH = _problems({404: "There is no such webhook."})
 
 
-def _webhooks(request: Request) -> Webhooks:
+async def _webhooks(request: Request) -> Webhooks:
     webhooks: Webhooks = request.app.state.webhooks
     return webhooks
 
@@ -38,12 +39,14 @@ def create_webhook(request: WebhookRequest, known: Known, once: Carrying) -> Res
 
 
 @webhooks.get("")
+@looks
 def list_webhooks(known: Known) -> WebhookList:
     """All webhooks, the oldest first."""
     return WebhookList(webhooks=known.list_webhooks())
 
 
 @webhooks.get("/{webhook_id}", responses=NO_SUCH)
+@looks
 def get_webhook(webhook_id: WebhookId, known: Known) -> WebhookView:
     """A webhook, and how it fares."""
     return known.get(webhook_id)

@@ -273,7 +273,9 @@ def test_a_sweep_whose_spec_is_damaged_hides_no_other_and_can_be_deleted(
     sweep_id = submit(client, budget={"trials": 1})
     wait_for(client, sweep_id, "succeeded")
     with closing(sqlite3.connect(data_dir / "fraternal.db")) as database, database:
-        database.execute("UPDATE fraternal_sweeps SET spec = ? WHERE id = ?", [spec, sweep_id])
+        # Of another revision: what rests is told of as it was before.
+        damage = "UPDATE fraternal_sweeps SET spec = ?, revision = revision + 1 WHERE id = ?"
+        database.execute(damage, [spec, sweep_id])
     assert "cannot be read" in assert_problem(client.get(f"/v1/sweeps/{sweep_id}"), 500)["detail"]
     listed = {sweep["id"]: sweep for sweep in client.get("/v1/sweeps").json()["sweeps"]}
     assert "cannot be read" in listed[sweep_id]["state_reason"]

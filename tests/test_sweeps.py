@@ -55,7 +55,8 @@ def asked(corpus: dict[str, Any]) -> SweepSpec:
 
 
 def listed(controller: SweepController) -> list[SweepView]:
-    return controller.list_sweeps(SweepQuery(read_page(SweepOrder, "-created_at", 100, None)))[0]
+    asked = SweepQuery(read_page(SweepOrder, "-created_at", 100, None))
+    return [SweepView.model_validate_json(written) for written in controller.list_sweeps(asked)[0]]
 
 
 def start(controller: SweepController, sweep_id: str, store: CheckpointStore) -> StudyLedger:

@@ -418,8 +418,7 @@ class SweepSpec(Wire):
         Raises pydantic.ValidationError where the result is out of bounds.
         """
         sections: dict[str, dict[str, Any]] = {
-            section: dataclasses.asdict(getattr(self, section))
-            for section in ("model", "training", "regularization")
+            section: dict(vars(getattr(self, section))) for section in ("model", "training", "regularization")
         }
         values = {**params, **self.arms[arm]}
         for name in values.keys() & SECTION_OF.keys():

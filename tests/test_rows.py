@@ -1,0 +1,191 @@
+"""Trials read in plain queries are what Optuna's own objects say, on both databases."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from optuna import create_study
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage, get_storage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from sqlalchemy import event, text
+
+from service.studies import open_storage
+from trials.rows import CONFIG, Remembered, TrialReader, TrialRow
+from trials.studies import DamagedRows, delete_study
+
+DISTRIBUTIONS = {
+    "kappa": FloatDistribution(0.01, 1, log=True),
+    "batch_size": CategoricalDistribution((20, "forty", None, True)),
+    "nonmono": IntDistribution(2, 8, step=2),
+}
+STATES = [TrialState.COMPLETE, TrialState.RUNNING, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING]
+
+
+@pytest.fixture
+def database(url: str) -> Iterator[RDBStorage]:
+    opened = open_storage(url)
+    yield opened
+    opened.remove_session()
+    opened.engine.dispose()
+
+
+@pytest.fixture
+def storage(database: RDBStorage) -> BaseStorage:
+    return get_storage(database)
+
+
+def trial(number: int, state: TrialState) -> FrozenTrial:
+    params = {"kappa": 0.1 + number / 100, "batch_size": [20, "forty", None, True][number % 4], "nonmono": 4}
+    return create_trial(
+        state=state,
+        value=100.0 if state == TrialState.COMPLETE else None,
+        params=params,
+        distributions=DISTRIBUTIONS,
+        user_attrs={"arm": "fd", "best_valid_loss": 4.6, "lost_attempts": [1, 2], CONFIG: {"seed": number}},
+        intermediate_values={1: 120.0, 2: 100.0},
+    )
+
+
+def fill(storage: BaseStorage, name: str = "s1", states: list[TrialState] = STATES) -> int:
+    study = create_study(study_name=name, storage=storage)
+    for number, state in enumerate(states):
+        storage.create_new_trial(study._study_id, template_trial=trial(number, state))
+    return study._study_id
+
+
+def as_optuna_has_it(storage: BaseStorage, study_id: int) -> list[TrialRow]:
+    def utc(local: datetime | None) -> datetime | None:
+        return None if local is None else local.astimezone(UTC).replace(tzinfo=None)
+
+    return [
+        TrialRow(
+            row.number,
+            row.state,
+            row.params,
+            {name: value for name, value in row.user_attrs.items() if name != CONFIG},
+            utc(row.datetime_start),
+            utc(row.datetime_complete),
+        )
+        for row in storage.get_all_trials(study_id)
+    ]
+
+
+def statements(database: RDBStorage) -> list[str]:
+    seen: list[str] = []
+
+    @event.listens_for(database.engine, "before_cursor_execute")
+    def note(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        seen.append(statement)
+
+    return seen
+
+
+def test_rows_are_what_optuna_says(storage: BaseStorage) -> None:
+    fill(storage, "another")
+    study_id = fill(storage)
+    reader = TrialReader(storage)
+    for _ in range(2):  # the second time from memory
+        found = reader.read("s1")
+        assert found.study_id == study_id
+        assert found.trials == as_optuna_has_it(storage, study_id)
+        assert [list(row.params) for row in found.trials] == [list(DISTRIBUTIONS)] * len(STATES)
+
+
+def test_memory_storage_says_the_same(storage: BaseStorage) -> None:
+    memory = InMemoryStorage()
+    for filled in (storage, memory):
+        fill(filled)
+    told = [TrialReader(filled).read("s1").trials for filled in (storage, memory)]
+    assert [(row.number, row.state, dict(row.params), dict(row.user_attrs)) for row in told[0]] == [
+        (row.number, row.state, dict(row.params), dict(row.user_attrs)) for row in told[1]
+    ]
+    assert TrialReader(memory).config("s1", 2) == TrialReader(storage).config("s1", 2) == {"seed": 2}
+    assert TrialReader(memory).read("none") == TrialReader(storage).read("none")
+    assert TrialReader(memory).config("none", 0) == TrialReader(storage).config("none", 0) == {}
+
+
+def test_what_has_ended_is_read_once_and_what_runs_each_time(
+    storage: BaseStorage, database: RDBStorage
+) -> None:
+    study_id = fill(storage)
+    reader = TrialReader(storage)
+    reader.read("s1")
+    _, running, *_ = storage.get_all_trials(study_id)
+    storage.set_trial_user_attr(running._trial_id, "best_valid_loss", 4.4)
+    assert reader.read("s1").trials[1].user_attrs["best_valid_loss"] == 4.4
+    storage.set_trial_state_values(running._trial_id, TrialState.COMPLETE, [81.0])
+    storage.create_new_trial(study_id, template_trial=trial(5, TrialState.RUNNING))
+    told = reader.read("s1").trials
+    assert told == as_optuna_has_it(storage, study_id)
+    for row in storage.get_all_trials(study_id, states=[TrialState.RUNNING]):
+        storage.set_trial_state_values(row._trial_id, TrialState.FAIL)
+    assert reader.read("s1").trials == as_optuna_has_it(storage, study_id)
+    seen = statements(database)
+    reader.read("s1")
+    assert len(seen) == 2, "its id, and what trials there are"
+
+
+def test_a_large_study_is_read_in_as_many_queries(storage: BaseStorage, database: RDBStorage) -> None:
+    study_id = fill(storage, states=[TrialState.COMPLETE])
+    with database.engine.begin() as connection:
+        for number in range(1, 700):
+            made = text("INSERT INTO trials (study_id, number, state) VALUES (:study, :number, 'COMPLETE')")
+            connection.execute(made, {"study": study_id, "number": number})
+    seen = statements(database)
+    assert [row.number for row in TrialReader(storage).read("s1").trials] == list(range(700))
+    assert len(seen) == 4
+
+
+def test_a_study_of_the_same_name_is_another_one(storage: BaseStorage) -> None:
+    fill(storage)
+    reader = TrialReader(storage)
+    assert len(reader.read("s1").trials) == len(STATES)
+    delete_study("s1", storage)
+    assert reader.read("s1").trials == []
+    study_id = fill(storage, states=[TrialState.FAIL])
+    assert [row.state for row in reader.read("s1").trials] == [TrialState.FAIL]
+    assert reader.read("s1").study_id == study_id
+
+
+DAMAGE = [
+    "UPDATE trials SET datetime_start = 'yesterday'",
+    "UPDATE trial_user_attributes SET value_json = '{dam'",
+    "UPDATE trial_params SET distribution_json = '{dam'",
+    "UPDATE trial_params SET distribution_json = '{}'",
+    "UPDATE trials SET state = 'ODD'",
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_rows_are_told_of_as_such(tmp_path: Any, damage: str) -> None:
+    database = open_storage(f"sqlite:///{tmp_path / 'studies.db'}")
+    fill(get_storage(database))
+    with database.engine.begin() as connection:
+        connection.execute(text(damage))
+    reader = TrialReader(database)
+    with pytest.raises(DamagedRows):
+        reader.read("s1")
+    with database.engine.begin() as connection:
+        connection.execute(text("UPDATE trial_user_attributes SET value_json = '[1'"))
+    with pytest.raises(DamagedRows, match="config of trial 0"):
+        reader.config("s1", 0)
+    database.remove_session()
+    database.engine.dispose()
+
+
+def test_what_was_used_last_is_remembered_as_far_as_there_is_room() -> None:
+    remembered: Remembered[str, list[int]] = Remembered(6, len)
+    remembered.keep("a", [1, 2])
+    remembered.keep("b", [3, 4])
+    remembered.keep("a", [1, 2, 5])
+    assert remembered.find("b") == [3, 4]
+    remembered.keep("c", [6])  # exactly as much as there is room for
+    assert [remembered.find(key) for key in "abc"] == [[1, 2, 5], [3, 4], [6]]
+    remembered.find("a")
+    remembered.keep("d", [7])
+    assert [remembered.find(key) for key in "abcd"] == [[1, 2, 5], None, [6], [7]]
+    remembered.keep("e", list(range(7)))
+    assert [remembered.find(key) for key in "acde"] == [None] * 4, "more than there is room for at all"
+    assert remembered.keep("f", [8]) == remembered.find("f") == [8]
