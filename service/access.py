@@ -32,6 +32,7 @@ from service.problems import refusal
 from service.rates import Rates
 from service.tokens import Holders, Token, Tokens
 from service.tokens import Scope as TokenScope
+from service.turns import admits
 
 COOKIE = "fraternal_session"
 NEEDED: tuple[tuple[str, str, TokenScope | None], ...] = (
@@ -183,7 +184,7 @@ class _Known:
 
     async def _as_of(self, moment: float) -> Holders:
         if self._read_at < moment:
-            await run_in_threadpool(self._read_again, moment)
+            await admits.take(self._read_again, moment)
         return self._holders
 
     def _read_again(self, moment: float) -> None:

@@ -29,6 +29,7 @@ from service.streams import Streams
 from service.studies import open_closing_storage
 from service.sweeps import build_controller
 from service.tokens import Tokens
+from service.turns import LOOKS_AT_ONCE_OVER_A_NETWORK, looks
 from service.version import own_version
 from service.webhooks import Deliverer, Webhooks
 
@@ -53,6 +54,8 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if records.engine.dialect.name != "sqlite":
+            looks.allow(LOOKS_AT_ONCE_OVER_A_NETWORK)
         reconciler.start()
         deliverer.start()
         try:

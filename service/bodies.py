@@ -30,7 +30,7 @@ MAX_LEVELS = 32
 """Of arrays and objects in one another; nothing that the API takes has ten."""
 TAKEN = {"application/json", "application/merge-patch+json"}
 """The latter is what a PATCH is, and JSON all the same."""
-SHORT = 4096
+SHORT = 1024
 """Bytes that are checked, at the worst, in less time than it takes to have a thread do it."""
 LINGER_S = 1.0
 """A client that is refused in the middle of what it sends may go on so long; its answer would be lost if the

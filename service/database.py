@@ -17,7 +17,7 @@ POSTGRESQL = {"options": "-c idle_in_transaction_session_timeout=30000"}
 
 
 TURN = "turn to write"
-WRITING = ("INSERT", "UPDATE", "DELETE")
+WRITING = ("INSERT", "UPDATE", "DELETE", "BEGIN IMMEDIATE")
 PATIENCE_S = 60
 
 _turns: dict[str, threading.Lock] = {}
@@ -31,8 +31,7 @@ def open_engine(url: str, **options: Any) -> Engine:
         url,
         connect_args={"timeout": PATIENCE_S} if sqlite else POSTGRESQL,
         pool_pre_ping=not sqlite,
-        pool_size=40,
-        pool_use_lifo=True,
+        pool_size=40 if sqlite else 10,  # further ones are closed once they are given back
         **{"json_deserializer": _lenient_json, **options},
     )
     if sqlite:
@@ -70,7 +69,7 @@ def _have_writers_take_turns(engine: Engine) -> None:
     @event.listens_for(engine, "before_cursor_execute")
     def take(connection: Connection, _cursor: Any, statement: str, *_rest: Any) -> None:
         if TURN not in connection.info and statement.startswith(WRITING):
-            connection.info[TURN] = turn.acquire(timeout=PATIENCE_S)  # in vain: SQLite's own lock decides
+            connection.info[TURN] = turn.acquire(timeout=PATIENCE_S / 2)  # in vain: SQLite decides
 
     # Its transaction is over then, in whatever way: SQLAlchemy tells of a commit before it makes it.
     @event.listens_for(engine, "checkin")

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -110,13 +111,9 @@ class LocalLauncher:
         self._data_dir = settings.data_dir.resolve()
         self._owner = owner_of(settings)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
-        self._capacity: Capacity | None = None
 
     def capacity(self) -> Capacity:
-        """As it was when it was asked for first: to look takes a millisecond, and every submission asks."""
-        if self._capacity is None:
-            self._capacity = local_capacity()
-        return self._capacity
+        return local_capacity()
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
         scratch = scratch_of(sweep_id, self._owner)
@@ -248,6 +245,7 @@ def end_marked_processes(mark: str, value: str, **others: str) -> None:
         time.sleep(0 if left else SECONDS_OF_EXEC)  # what is being started has its mark by then
 
 
+@cache
 def _cpus_have_bf16(listed: Path = Path("/proc/cpuinfo")) -> bool:
     """By the kernel's list of what they can do: torch, which knows, is not loaded here."""
     with listed.open() as lines:
@@ -255,12 +253,17 @@ def _cpus_have_bf16(listed: Path = Path("/proc/cpuinfo")) -> bool:
     return found is not None and not BF16_FLAGS.isdisjoint(found[1].split())
 
 
+@cache
+def _torch_version() -> str:
+    return version("torch")
+
+
 def _visible_gpus() -> list[str]:
     """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, by their driver's files: torch is not loaded here.
 
     None where torch is built for CPUs alone.
     """
-    if version("torch").endswith("+cpu"):
+    if _torch_version().endswith("+cpu"):
         return []
     try:
         present = sorted(os.listdir("/proc/driver/nvidia/gpus"))

@@ -239,7 +239,14 @@ class Reconciler:
                 log.exception("the open trials of sweep %s could not be closed", record.id)
                 damaged = f"its open trials could not be closed: {type(error).__name__}: {error}"
                 reason = damaged if reason is None else f"{reason}; {damaged}"
-        self._records.finish(record.id, generation, verb, reason)
+        if not self._records.finish(record.id, generation, verb, reason):
+            self._have_looked_at_anew(record.id, generation)
+
+    def _have_looked_at_anew(self, sweep_id: str, generation: int) -> None:
+        """A client was quicker, and trials were closed under the state that it gave the sweep."""
+        moved = self._records.get_sweep(sweep_id)
+        if moved.generation == generation:
+            self._records.fence(moved)
 
     def _close_trials(self, sweep_id: str, generation: int, failure: Failure) -> None:
         study = self._records.get_sweep(sweep_id).study  # the driver may have changed it until now

@@ -784,7 +784,7 @@ def _record(row: RowMapping) -> SweepRecord:
     return SweepRecord(**values, written_spec=row["spec"])
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _spec(written: bytes) -> SweepSpec:
     """Read a stored spec, whose every value is checked anew: milliseconds. Its readers share it, and change
     nothing in it."""

@@ -449,7 +449,6 @@ async def healthz() -> Health:
     "/readyz",
     responses={503: {"model": Readiness, "description": "Something that the service needs is missing."}},
 )
-@looks
 def readyz(controller: Controller, request: Request, response: Response) -> Readiness:
     """The service can take and run sweeps: its database, its disk and its reconciler are well."""
     found = check_ready(controller, request.app.state.reconciler)

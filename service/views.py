@@ -58,7 +58,7 @@ class SweepViews:
     def __init__(self, records: Records, storage: BaseStorage) -> None:
         self._records = records
         self._reader = TrialReader(storage)
-        self._at_rest: Remembered[Stamp, tuple[SweepView, bytes]] = Remembered(MOST_SWEEPS, lambda _: 1)
+        self._at_rest: Remembered[Stamp, tuple[SweepView, bytes]] = Remembered(MOST_SWEEPS, lambda _: 0)
         """And as JSON."""
         self._trials_at_rest: Remembered[Stamp, list[TrialView]] = Remembered(MOST_TRIALS, len)
 
@@ -165,17 +165,18 @@ class SweepViews:
 
     def trial(self, record: SweepRecord, number: int) -> TrialDetail:
         """With its whole curve. Raises TrialNotFound, UnreadableStudy."""
-        trials = self.trials(record)
-        if not 0 <= number < len(trials):
-            raise TrialNotFound(
-                f"sweep {record.id} has no trial {number}; it has {len(trials)} so far, from 0"
-            )
         try:
+            row = self._reader.find(record.study, number)
             config = self._reader.config(record.study, number)
         except DamagedRows as error:
             raise _unreadable(record, error) from error
-        curve = [_epoch_view(row) for row in self._records.curve(record.id, number)]
-        return TrialDetail(**dict(trials[number]), config=config, curve=curve)
+        if row is None:
+            count = len(self._rows(record).trials)
+            raise TrialNotFound(f"sweep {record.id} has no trial {number}; it has {count} so far, from 0")
+        curve = self._records.curve(record.id, number)
+        pinned = number in self._records.pinned(record.id)
+        view = _trial_view(record, _find_spec(record), row, curve[-1] if curve else None, pinned)
+        return TrialDetail(**dict(view), config=config, curve=[_epoch_view(epoch) for epoch in curve])
 
     def _rows(self, record: SweepRecord) -> StudyRows:
         try:
@@ -221,7 +222,11 @@ def _time_left_s(record: SweepRecord, counts: TrialCounts) -> float | None:
 
 
 def _trial_view(
-    record: SweepRecord, spec: SweepSpec | None, row: TrialRow, latest: RowMapping | None, pinned: bool
+    record: SweepRecord,
+    spec: SweepSpec | None,
+    row: TrialRow,
+    latest: RowMapping | dict[str, Any] | None,
+    pinned: bool,
 ) -> TrialView:
     attributes = row.user_attrs
     at_rest = row.state == TrialState.RUNNING and record.state not in WITH_DRIVER

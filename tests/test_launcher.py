@@ -23,7 +23,6 @@ from service.launcher import (
     LocalLauncher,
     _cpus_have_bf16,
     findable,
-    local_capacity,
     marked_processes,
     owner_of,
     scratch_of,
@@ -324,18 +323,20 @@ def test_the_launcher_and_torch_agree_on_whether_cpus_compute_in_bfloat16(launch
         assert launcher.capacity().cpus_have_bf16
 
 
-def test_capacity_is_what_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_is_what_this_process_may_use(
+    launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5})
     monkeypatch.setattr(os, "listdir", lambda path: ["0000:01:00.0", "0000:02:00.0"])
-    monkeypatch.setattr(service.launcher, "version", lambda package: "2.13.0")
+    monkeypatch.setattr(service.launcher, "_torch_version", lambda: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert (local_capacity().cpus, local_capacity().gpus) == (2, 2)
+    assert (launcher.capacity().cpus, launcher.capacity().gpus) == (2, 2)
     for visible, gpus in (("", 0), ("1", 1), ("0,1", 2), ("-1", 0), ("1,-1,0", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert local_capacity().gpus == gpus
+        assert launcher.capacity().gpus == gpus
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(service.launcher, "version", lambda package: "2.13.0+cpu")
-    assert local_capacity().gpus == 0
+    monkeypatch.setattr(service.launcher, "_torch_version", lambda: "2.13.0+cpu")
+    assert launcher.capacity().gpus == 0
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from service.records import LEASE, Records, SweepJournal
 from service.settings import Settings
 from service.studies import open_closing_storage, open_fenced_storage, open_storage, study_to_go_on_with
 from service.tables import leases, sweeps
+from service.views import SweepViews
 from tests.fakes import MemoryLauncher, epoch_fields, report, spec
 from trials.ledger import StudyLedger, Task
 from trials.store import CheckpointStore
@@ -632,6 +633,37 @@ def raiser(error: Exception) -> Callable[..., Any]:
         raise error
 
     return fail
+
+
+def test_what_is_closed_under_a_state_that_a_client_gave_is_looked_at_anew(world: World) -> None:
+    """It pauses a queued sweep that is being given up: what was told of the pause is not told again."""
+    world.submit("s1")
+    end, views = world.launcher.end, SweepViews(world.records, world.storage)
+    world.look()
+    ledger = StudyLedger(spec(), "s1", world.storage, world.journal("s1"), world.store)
+    assert ledger.next_task() is not None
+    world.records.ask("s1", "pause")
+    world.records.finish("s1", world.generation("s1"), "park")
+    world.records.ask("s1", "resume")
+    waiting = views.sweep(world.records.get_sweep("s1")).trials
+    assert (waiting.waiting, waiting.failed) == (1, 0)
+
+    def pause_and_end(sweep_id: str) -> None:
+        world.launcher.end = end  # type: ignore[method-assign]
+        world.records.ask("s1", "pause")
+        assert views.sweep(world.records.get_sweep("s1")).trials == waiting
+        assert views.trials(world.records.get_sweep("s1"))[0].state == "WAITING"
+        end(sweep_id)
+
+    world.launcher.end = pause_and_end  # type: ignore[method-assign]
+    fruitless = {"fruitless_launches": MOST_FRUITLESS_LAUNCHES, "epochs_at_launch": 0, "lease_until": None}
+    with world.records.engine.begin() as connection:
+        connection.execute(update(sweeps).values(fruitless))
+    world.look()
+    record = world.records.get_sweep("s1")
+    counts = views.sweep(record).trials
+    assert (record.state, counts.waiting, counts.failed) == ("paused", 0, 1)
+    assert views.trials(record)[0].state == "FAIL"
 
 
 FROZEN_WRITER = """

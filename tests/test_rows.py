@@ -175,17 +175,42 @@ def test_damaged_rows_are_told_of_as_such(tmp_path: Any, damage: str) -> None:
     database.engine.dispose()
 
 
+def test_one_trial_is_found_whatever_others_there_are(storage: BaseStorage, database: RDBStorage) -> None:
+    study_id = fill(storage)
+    reader = TrialReader(storage)
+    expected = as_optuna_has_it(storage, study_id)
+    seen = statements(database)
+    assert [reader.find("s1", number) for number in range(len(STATES))] == expected
+    assert len(seen) == 3 * len(STATES)
+    reader.read("s1")
+    seen.clear()
+    assert reader.find("s1", 0) == expected[0]
+    assert len(seen) == 1, "what has ended is remembered"
+    assert reader.find("s1", len(STATES)) is reader.find("s1", -1) is reader.find("none", 0) is None
+    memory = InMemoryStorage()
+    fill(memory)
+    found = TrialReader(memory).find("s1", 3)
+    assert found is not None
+    assert (found.number, found.state) == (3, TrialState.FAIL)
+    assert TrialReader(memory).find("s1", 5) is TrialReader(memory).find("none", 0) is None
+
+
 def test_what_was_used_last_is_remembered_as_far_as_there_is_room() -> None:
-    remembered: Remembered[str, list[int]] = Remembered(6, len)
+    """Each value takes one more than its length."""
+    remembered: Remembered[str, list[int]] = Remembered(9, len)
     remembered.keep("a", [1, 2])
     remembered.keep("b", [3, 4])
     remembered.keep("a", [1, 2, 5])
     assert remembered.find("b") == [3, 4]
     remembered.keep("c", [6])  # exactly as much as there is room for
-    assert [remembered.find(key) for key in "abc"] == [[1, 2, 5], [3, 4], [6]]
+    assert remembered.find_all(["a", "b", "x", "c"]) == {"a": [1, 2, 5], "b": [3, 4], "c": [6]}
     remembered.find("a")
     remembered.keep("d", [7])
     assert [remembered.find(key) for key in "abcd"] == [[1, 2, 5], None, [6], [7]]
-    remembered.keep("e", list(range(7)))
-    assert [remembered.find(key) for key in "acde"] == [None] * 4, "more than there is room for at all"
-    assert remembered.keep("f", [8]) == remembered.find("f") == [8]
+    assert remembered.keep("e", list(range(9))) == list(range(9))
+    assert [remembered.find(key) for key in "acde"] == [[1, 2, 5], [6], [7], None], "too long to be kept"
+    remembered.keep("a", list(range(9)))
+    assert remembered.find("a") is None, "nor is what it was before"
+    for number in range(100):
+        remembered.keep(str(number), [])
+    assert sum(remembered.find(str(number)) is not None for number in range(100)) == 9

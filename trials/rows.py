@@ -5,7 +5,7 @@ Optuna's own way reads every intermediate value too, one object a row, and keeps
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -22,8 +22,8 @@ from trials.studies import DamagedRows
 
 CONFIG = "config"
 """The attribute that is larger than all others together, and asked for by who looks at one trial."""
-MOST_REMEMBERED = 20_000
-"""Rows of trials that have ended, of some 2 KiB each."""
+MOST_REMEMBERED = 110_000
+"""Rows of trials that have ended, of some 2 KiB each: all of the largest sweep there can be."""
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 MOST_NAMED = 500
@@ -56,6 +56,7 @@ class Remembered(Generic[K, V]):
     """What was used last, as long as there is room for it; may be asked by many threads at once."""
 
     def __init__(self, room: int, size: Callable[[V], int]) -> None:
+        """Each takes as much room as its size, and one more for itself."""
         self._room, self._size, self._taken = room, size, 0
         self._kept: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
@@ -72,13 +73,16 @@ class Remembered(Generic[K, V]):
         return found
 
     def keep(self, key: K, value: V) -> V:
+        """Unless it alone takes more than there is room for."""
         with self._lock:
             if key in self._kept:
-                self._taken -= self._size(self._kept.pop(key))
+                self._taken -= 1 + self._size(self._kept.pop(key))
+            if 1 + self._size(value) > self._room:
+                return value
             self._kept[key] = value
-            self._taken += self._size(value)
+            self._taken += 1 + self._size(value)
             while self._taken > self._room:
-                self._taken -= self._size(self._kept.popitem(last=False)[1])
+                self._taken -= 1 + self._size(self._kept.popitem(last=False)[1])
         return value
 
 
@@ -98,6 +102,22 @@ class TrialReader:
             return self._read(study_name)
         except (ValueError, LookupError, TypeError) as error:
             raise DamagedRows(f"{type(error).__name__}: {error}") from error
+
+    def find(self, study_name: str, number: int) -> TrialRow | None:
+        """One trial, whatever others there are; None where it has not begun. Raises DamagedRows."""
+        if self._engine is None:
+            trials = self._read(study_name).trials
+            return trials[number] if 0 <= number < len(trials) else None
+        with self._engine.connect() as connection:
+            asked = {"study_name": study_name, "number": number}
+            try:
+                found = connection.execute(_ONE, asked).one_or_none()
+                if found is None:
+                    return None
+                known = (self._ended.find(found.study_id) or {}).get(number)
+                return known or _read_rows(connection, found.study_id, [found])[0]
+            except (ValueError, LookupError, TypeError) as error:
+                raise DamagedRows(f"{type(error).__name__}: {error}") from error
 
     def config(self, study_name: str, number: int) -> dict[str, Any]:
         """Every value that a trial trains with; nothing where that is not written yet. Raises DamagedRows."""
@@ -136,10 +156,17 @@ _STUDY, _TRIAL, _ATTRIBUTES = (
     model.__table__.c for model in (StudyModel, TrialModel, TrialUserAttributeModel)
 )
 _BY_NAME = select(_STUDY.study_id).where(_STUDY.study_name == bindparam("study_name"))
-_TRIALS = (
-    select(_TRIAL.trial_id, _TRIAL.number, _TRIAL.state, _TRIAL.datetime_start, _TRIAL.datetime_complete)
-    .where(_TRIAL.study_id == bindparam("study_id"))
-    .order_by(_TRIAL.number)
+_COLUMNS = select(
+    _TRIAL.trial_id,
+    _TRIAL.study_id,
+    _TRIAL.number,
+    _TRIAL.state,
+    _TRIAL.datetime_start,
+    _TRIAL.datetime_complete,
+)
+_TRIALS = _COLUMNS.where(_TRIAL.study_id == bindparam("study_id")).order_by(_TRIAL.number)
+_ONE = _COLUMNS.join(StudyModel.__table__, _STUDY.study_id == _TRIAL.study_id).where(
+    _STUDY.study_name == bindparam("study_name"), _TRIAL.number == bindparam("number")
 )
 _ATTRIBUTE = (
     select(_ATTRIBUTES.value_json)
@@ -153,12 +180,19 @@ _ATTRIBUTE = (
 def _read_trials(connection: Connection, study_id: int, known: Mapping[int, TrialRow]) -> list[TrialRow]:
     # The states first: who had ended by then has all its attributes by now.
     found = connection.execute(_TRIALS, {"study_id": study_id}).all()
-    new = [row.trial_id for row in found if row.number not in known]
-    if not new:
-        return [known[row.number] for row in found]
-    attributes = _by_trial(connection, _written_attributes(study_id, new))
-    params = _by_trial(connection, _written_params(study_id, new))
-    return [known.get(row.number) or _row(row, attributes, params) for row in found]
+    new = _read_rows(connection, study_id, [row for row in found if row.number not in known])
+    read = {row.number: row for row in new}
+    return [known.get(row.number) or read[row.number] for row in found]
+
+
+def _read_rows(connection: Connection, study_id: int, found: Sequence[Any]) -> list[TrialRow]:
+    """With what belongs to them."""
+    if not found:
+        return []
+    ids = [row.trial_id for row in found]
+    attributes = _by_trial(connection, _written_attributes(study_id, ids))
+    params = _by_trial(connection, _written_params(study_id, ids))
+    return [_row(row, attributes, params) for row in found]
 
 
 def _written_attributes(study_id: int, trial_ids: Collection[int]) -> Select[Any]:
