@@ -103,7 +103,8 @@ def test_memory_storage_says_the_same(storage: BaseStorage) -> None:
     ]
     assert TrialReader(memory).config("s1", 2) == TrialReader(storage).config("s1", 2) == {"seed": 2}
     assert TrialReader(memory).read("none") == TrialReader(storage).read("none")
-    assert TrialReader(memory).config("none", 0) == TrialReader(storage).config("none", 0) == {}
+    for name, number in (("none", 0), ("s1", 99)):
+        assert TrialReader(memory).config(name, number) == TrialReader(storage).config(name, number) == {}
 
 
 def test_what_has_ended_is_read_once_and_what_runs_each_time(

@@ -123,7 +123,7 @@ class TrialReader:
         """Every value that a trial trains with; nothing where that is not written yet. Raises DamagedRows."""
         if self._engine is None:
             rows = _of_any_storage(study_name, self._storage)
-            return {} if rows is None else dict(rows[number].user_attrs.get(CONFIG, {}))
+            return dict(rows[number].user_attrs.get(CONFIG, {})) if rows and number < len(rows) else {}
         asked = {"study_name": study_name, "number": number, "key": CONFIG}
         with self._engine.connect() as connection:
             written = connection.execute(_ATTRIBUTE, asked).scalar_one_or_none()
