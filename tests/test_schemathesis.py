@@ -107,12 +107,13 @@ def _execute(schema: schemathesis.BaseSchema, run: Run) -> None:
 
 
 @schemathesis.hook("before_call")
-def ask_for_a_page(_: Any, case: schemathesis.Case, __: Any) -> None:
-    """Of events: a stream of them has no end while its sweep has none."""
+def ask_for_a_page(_: Any, case: schemathesis.Case, sent: dict[str, Any]) -> None:
+    """Of events: a stream of them has no end while its sweep has none.
+
+    Not in the case's own headers: those of schemathesis' session, `Accept: */*` among them, go before them.
+    """
     if case.operation.label == "GET /v1/sweeps/{sweep_id}/events":
-        for name in [name for name in case.headers if name.lower() == "accept"]:
-            del case.headers[name]
-        case.headers["Accept"] = "application/json"
+        sent["headers"] = {**(sent.get("headers") or {}), "Accept": "application/json"}
 
 
 def _wait_until_it_is_gone(_: Any, case: schemathesis.Case, response: schemathesis.Response) -> None:
