@@ -18,6 +18,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.engine import Status, events, from_schema
 from schemathesis.python.asgi import shutdown_lifespans
 from sqlalchemy import select, update
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.app import create_app
 from service.database import open_engine
@@ -83,7 +84,7 @@ def run_schemathesis(app: FastAPI, *, examples: int, in_sequences: int) -> Run:
             "checks": {"positive_data_acceptance": {"expected-statuses": REFUSALS}},
         }
     )
-    schema = schemathesis.openapi.from_asgi("/openapi.json", app, config=config)
+    schema = schemathesis.openapi.from_asgi("/openapi.json", _with_pages_of_events(app), config=config)
     schema.hook("after_call")(_wait_until_it_is_gone)
     run = Run()
     _execute(schema, run)
@@ -106,14 +107,19 @@ def _execute(schema: schemathesis.BaseSchema, run: Run) -> None:
             run.failures["the run itself", happened.phase.name.value] = "it came to an error"
 
 
-@schemathesis.hook("before_call")
-def ask_for_a_page(_: Any, case: schemathesis.Case, sent: dict[str, Any]) -> None:
-    """Of events: a stream of them has no end while its sweep has none.
+def _with_pages_of_events(app: FastAPI) -> ASGIApp:
+    """Asked for as pages: a stream of events has no end while its sweep has none.
 
-    Not in the case's own headers: those of schemathesis' session, `Accept: */*` among them, go before them.
+    A header of the case would not do: those of schemathesis' session, `Accept: */*` among them, go before it.
     """
-    if case.operation.label == "GET /v1/sweeps/{sweep_id}/events":
-        sent["headers"] = {**(sent.get("headers") or {}), "Accept": "application/json"}
+
+    async def asked_for_pages(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/events"):
+            others = [(name, value) for name, value in scope["headers"] if name != b"accept"]
+            scope = {**scope, "headers": [*others, (b"accept", b"application/json")]}
+        await app(scope, receive, send)
+
+    return asked_for_pages
 
 
 def _wait_until_it_is_gone(_: Any, case: schemathesis.Case, response: schemathesis.Response) -> None:
