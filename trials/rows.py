@@ -6,6 +6,7 @@ Optuna's own way reads every intermediate value too, one object a row, and keeps
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -18,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic_core import from_json
 from sqlalchemy import Connection, Select, bindparam, select
 
-from trials.studies import DamagedRows
+from trials.studies import DamagedRows, find_rows
 
 CONFIG = "config"
 """The attribute that is larger than all others together, and asked for by who looks at one trial."""
@@ -122,8 +123,8 @@ class TrialReader:
     def config(self, study_name: str, number: int) -> dict[str, Any]:
         """Every value that a trial trains with; nothing where that is not written yet. Raises DamagedRows."""
         if self._engine is None:
-            rows = _of_any_storage(study_name, self._storage)
-            return dict(rows[number].user_attrs.get(CONFIG, {})) if rows and number < len(rows) else {}
+            rows = find_rows(study_name, self._storage)
+            return dict(rows[number].user_attrs.get(CONFIG, {})) if number < len(rows) else {}
         asked = {"study_name": study_name, "number": number, "key": CONFIG}
         with self._engine.connect() as connection:
             written = connection.execute(_ATTRIBUTE, asked).scalar_one_or_none()
@@ -134,12 +135,11 @@ class TrialReader:
 
     def _read(self, study_name: str) -> StudyRows:
         if self._engine is None:
-            rows = _of_any_storage(study_name, self._storage)
-            if rows is None:
-                return StudyRows(None, [])
-            return StudyRows(
-                self._storage.get_study_id_from_name(study_name), [_of_frozen(row) for row in rows]
-            )
+            rows = find_rows(study_name, self._storage)
+            study_id = None
+            with suppress(KeyError):
+                study_id = self._storage.get_study_id_from_name(study_name)
+            return StudyRows(study_id, [_of_frozen(row) for row in rows])
         with self._engine.connect() as connection:
             study_id = connection.execute(_BY_NAME, {"study_name": study_name}).scalar_one_or_none()
             if study_id is None:
@@ -237,14 +237,6 @@ def _row(row: Any, attributes: dict[int, list[Any]], params: dict[int, list[Any]
 @lru_cache(maxsize=1024)
 def _distribution(written: str) -> BaseDistribution:
     return json_to_distribution(written)
-
-
-def _of_any_storage(study_name: str, storage: BaseStorage) -> list[FrozenTrial] | None:
-    try:
-        study_id = storage.get_study_id_from_name(study_name)
-    except KeyError:
-        return None
-    return storage.get_all_trials(study_id, deepcopy=False)
 
 
 def _of_frozen(row: FrozenTrial) -> TrialRow:
