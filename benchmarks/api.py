@@ -10,16 +10,16 @@ client. Exits with 1 where a bound is missed.
 """
 
 import argparse
-import http.client
+import asyncio
 import itertools
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -197,35 +197,75 @@ def requests_of(ids: list[str], trials: int) -> dict[str, Callable[[int], Reques
     }
 
 
-def measure(port: int, made: Callable[[int], Request], clients: int, seconds: float) -> list[float]:
-    """Milliseconds to each answer."""
-    took: list[float] = []
-    numbers = itertools.count()
-    until = time.perf_counter() + seconds
-    failures: list[str] = []
+class _Client(asyncio.Protocol):
+    """Asks one thing after another. As small as can be: the service has to share the cores with its clients,
+    and what those take is time that an answer seems to take."""
 
-    def ask() -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        while time.perf_counter() < until:
-            method, path, body = made(next(numbers))
-            headers = {"accept": "application/json", **({"content-type": "application/json"} if body else {})}
-            began = time.perf_counter()
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            content = response.read()
-            took.append((time.perf_counter() - began) * 1000)
-            if response.status >= 300:
-                failures.append(f"{method} {path}: {response.status} {content[:200]!r}")
+    def __init__(self, made: Callable[[int], Request], numbers: Iterator[int], until: float) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.took: list[float] = []
+        """Milliseconds to each answer."""
+        self._made, self._numbers, self._until = made, numbers, until
+        self._received = bytearray()
+        self._length: int | None = None
+        """Of the answer that is coming in, once that is known."""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._ask()
+
+    def _ask(self) -> None:
+        self._asked = self._made(next(self._numbers))
+        method, path, body = self._asked
+        head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: application/json\r\n"
+        if body is not None:
+            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self._received.clear()
+        self._length = None
+        self._began = time.perf_counter()
+        self._transport.write(f"{head}\r\n".encode() + (body or b""))
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if self._length is None:
+            head, end, _ = self._received.partition(b"\r\n\r\n")
+            if not end:
                 return
-        connection.close()
+            found = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
+            assert found is not None, f"an answer without a length: {head.decode('latin-1')}"
+            self._length = len(head) + len(end) + int(found[1])
+        if len(self._received) >= self._length:
+            self.took.append((time.perf_counter() - self._began) * 1000)
+            self._answered(int(self._received[9:12]))
 
-    threads = [threading.Thread(target=ask) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
-    return sorted(took)
+    def _answered(self, status: int) -> None:
+        if status >= 300:
+            said = self._received[:400].decode("latin-1")
+            self.done.set_exception(RuntimeError(f"{self._asked[0]} {self._asked[1]}: {said}"))
+        elif time.perf_counter() < self._until:
+            return self._ask()
+        else:
+            self.done.set_result(None)
+        self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(f"the service hung up on {self._asked[1]}: {error}"))
+
+
+def measure(port: int, made: Callable[[int], Request], clients: int, seconds: float) -> list[float]:
+    """Milliseconds to each answer, sorted."""
+
+    async def ask() -> list[float]:
+        loop, numbers, until = asyncio.get_running_loop(), itertools.count(), time.perf_counter() + seconds
+        asking = [
+            (await loop.create_connection(lambda: _Client(made, numbers, until), "127.0.0.1", port))[1]
+            for _ in range(clients)
+        ]
+        await asyncio.gather(*(client.done for client in asking))
+        return sorted(took for client in asking for took in client.took)
+
+    return asyncio.run(ask())
 
 
 def percentile(took: list[float], share: float) -> float:

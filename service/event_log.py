@@ -7,11 +7,13 @@ in the order of the commits: who has read up to one of them has missed none belo
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import (
     Connection,
     Engine,
+    Insert,
     Integer,
     RowMapping,
     Select,
@@ -22,7 +24,6 @@ from sqlalchemy import (
     cast,
     func,
     insert,
-    literal,
     select,
     true,
 )
@@ -37,6 +38,12 @@ INSERT: Mapping[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "sqlite": sqlite.insert,
     "postgresql": postgresql.insert,
 }
+# Statements are built once: that takes longer than SQLite does to run them.
+_WRITE = {
+    dialect: made(events).on_conflict_do_nothing(index_elements=["sweep_id", "once"]).returning(events.c.id)
+    for dialect, made in INSERT.items()
+}
+_MESSAGE = ("message_id", "body", "created_at")
 
 
 def write_event(connection: Connection, sweep_id: str, kind: EventKind | str, detail: dict[str, Any]) -> None:
@@ -47,9 +54,8 @@ def write_event(connection: Connection, sweep_id: str, kind: EventKind | str, de
     """
     storable = {name: None if _is_no_number(value) else value for name, value in detail.items()}
     values = {"sweep_id": sweep_id, "at": naive(now()), "kind": kind, "detail": storable}
-    statement = INSERT[connection.dialect.name](events).values({**values, "once": _once(kind, detail)})
-    written = statement.on_conflict_do_nothing(index_elements=["sweep_id", "once"]).returning(events.c.id)
-    event_id = connection.execute(written).scalar_one_or_none()
+    written = connection.execute(_WRITE[connection.dialect.name], {**values, "once": _once(kind, detail)})
+    event_id = written.scalar_one_or_none()
     if event_id is not None:
         _queue_deliveries(connection, {**values, "id": event_id})
 
@@ -70,21 +76,27 @@ def _once(kind: str, detail: Mapping[str, Any]) -> str | None:
 
 def _queue_deliveries(connection: Connection, row: dict[str, Any]) -> None:
     """Each webhook that wants an event has it written down: none can miss it, however late it commits."""
-    named = cast(webhooks.c.kinds, Text).contains(f'"{row["kind"]}"', autoescape=True)
-    wants = (webhooks.c.kinds.is_(None) | named) & (
-        webhooks.c.sweep_id.is_(None) | (webhooks.c.sweep_id == row["sweep_id"])
-    )
     message = {
         "message_id": f"{row['sweep_id']}-{row['id']}",  # SQLite may use an id again once a sweep is deleted
         "body": encode_message(row["kind"], row["at"], encode_event(row)),
         "created_at": row["at"],
     }
+    connection.execute(_deliver(row["kind"]), {**message, "of_sweep": row["sweep_id"]})
+
+
+@lru_cache(maxsize=64)
+def _deliver(kind: str) -> Insert:
+    """To whoever wants events of a kind."""
+    named = cast(webhooks.c.kinds, Text).contains(f'"{kind}"', autoescape=True)
+    of_sweep = webhooks.c.sweep_id == bindparam("of_sweep")
+    message = [bindparam(name, type_=deliveries.c[name].type) for name in _MESSAGE]
     wanting = (
-        select(webhooks.c.id, *map(literal, message.values()))
-        .where(wants & webhooks.c.disabled_at.is_(None))
+        select(webhooks.c.id, *message)
+        .where(webhooks.c.kinds.is_(None) | named, webhooks.c.sweep_id.is_(None) | of_sweep)
+        .where(webhooks.c.disabled_at.is_(None))
         .with_for_update(read=True, key_share=True)  # one that is being deleted is waited for, and left out
     )
-    connection.execute(insert(deliveries).from_select(["webhook_id", *message], wanting))
+    return insert(deliveries).from_select(["webhook_id", *_MESSAGE], wanting)
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,6 @@ class Look:
 
 
 def _with_state(query: Select[Any]) -> Select[Any]:
-    """Built once: to build a statement takes longer than SQLite does to run it."""
     of_sweep = bindparam("sweep_id", type_=String)
     some = query.where(events.c.sweep_id == of_sweep).limit(bindparam("limit", type_=Integer)).subquery()
     return (

@@ -148,7 +148,7 @@ class Records:
             "study": sweep_id,
         }
         with self.engine.begin() as connection:
-            row = connection.execute(insert(sweeps).values(values).returning(sweeps)).mappings().one()
+            row = connection.execute(_ADD, values).mappings().one()
             given = [_point(sweep_id, point) for point in spec.points]
             if given:
                 connection.execute(insert(points).values(given))
@@ -423,17 +423,8 @@ class Records:
 
     def latest_epochs(self, sweep_id: str) -> dict[int, RowMapping]:
         """The latest recorded epoch of every trial and its valid_loss, by trial number."""
-        latest = (
-            select(epochs.c.number, func.max(epochs.c.epoch).label("epoch"))
-            .where(epochs.c.sweep_id == sweep_id)
-            .group_by(epochs.c.number)
-            .subquery()
-        )
-        query = select(epochs.c.number, epochs.c.epoch, epochs.c.valid_loss).join(
-            latest, (epochs.c.number == latest.c.number) & (epochs.c.epoch == latest.c.epoch)
-        )
         with self.engine.connect() as connection:
-            rows = connection.execute(query.where(epochs.c.sweep_id == sweep_id)).mappings()
+            rows = connection.execute(_LATEST_EPOCHS, {"sweep_id": sweep_id}).mappings()
             return {row["number"]: row for row in rows}
 
     def curve(self, sweep_id: str, number: int) -> list[dict[str, Any]]:
@@ -444,9 +435,8 @@ class Records:
 
     def pinned(self, sweep_id: str) -> set[int]:
         """Numbers of the trials whose best checkpoints stay."""
-        mine = (trial_wishes.c.sweep_id == sweep_id) & trial_wishes.c.pinned
         with self.engine.connect() as connection:
-            return set(connection.execute(select(trial_wishes.c.number).where(mine)).scalars())
+            return set(connection.execute(_PINNED, {"sweep_id": sweep_id}).scalars())
 
     def wish(
         self, sweep_id: str, number: int, kind: str, within: Within | None = None, **wishes: bool
@@ -665,11 +655,26 @@ def _locked_row(connection: Connection, sweep_id: str, *, required: bool = True)
 
 
 # Built once: to build a statement takes longer than SQLite does to run it.
+_ADD = insert(sweeps).returning(sweeps)
 _OF_ID = select(sweeps).where(sweeps.c.id == bindparam("sweep_id"))
 _CURVE = (
     select(epochs)
     .where(epochs.c.sweep_id == bindparam("sweep_id"), epochs.c.number == bindparam("number"))
     .order_by(epochs.c.epoch)
+)
+_NEWEST = (
+    select(epochs.c.number, func.max(epochs.c.epoch).label("epoch"))
+    .where(epochs.c.sweep_id == bindparam("sweep_id"))
+    .group_by(epochs.c.number)
+    .subquery()
+)
+_LATEST_EPOCHS = (
+    select(epochs.c.number, epochs.c.epoch, epochs.c.valid_loss)
+    .join(_NEWEST, (epochs.c.number == _NEWEST.c.number) & (epochs.c.epoch == _NEWEST.c.epoch))
+    .where(epochs.c.sweep_id == bindparam("sweep_id"))
+)
+_PINNED = select(trial_wishes.c.number).where(
+    trial_wishes.c.sweep_id == bindparam("sweep_id"), trial_wishes.c.pinned
 )
 
 

@@ -166,13 +166,13 @@ class SweepViews:
     def trial(self, record: SweepRecord, number: int) -> TrialDetail:
         """With its whole curve. Raises TrialNotFound, UnreadableStudy."""
         try:
-            row = self._reader.find(record.study, number)
-            config = self._reader.config(record.study, number)
+            found = self._reader.find(record.study, number)
         except DamagedRows as error:
             raise _unreadable(record, error) from error
-        if row is None:
+        if found is None:
             count = len(self._rows(record).trials)
             raise TrialNotFound(f"sweep {record.id} has no trial {number}; it has {count} so far, from 0")
+        row, config = found
         curve = self._records.curve(record.id, number)
         pinned = number in self._records.pinned(record.id)
         view = _trial_view(record, _find_spec(record), row, curve[-1] if curve else None, pinned)

@@ -101,10 +101,7 @@ def test_memory_storage_says_the_same(storage: BaseStorage) -> None:
     assert [(row.number, row.state, dict(row.params), dict(row.user_attrs)) for row in told[0]] == [
         (row.number, row.state, dict(row.params), dict(row.user_attrs)) for row in told[1]
     ]
-    assert TrialReader(memory).config("s1", 2) == TrialReader(storage).config("s1", 2) == {"seed": 2}
     assert TrialReader(memory).read("none") == TrialReader(storage).read("none")
-    for name, number in (("none", 0), ("s1", 99)):
-        assert TrialReader(memory).config(name, number) == TrialReader(storage).config(name, number) == {}
 
 
 def test_what_has_ended_is_read_once_and_what_runs_each_time(
@@ -168,10 +165,8 @@ def test_damaged_rows_are_told_of_as_such(tmp_path: Any, damage: str) -> None:
     reader = TrialReader(database)
     with pytest.raises(DamagedRows):
         reader.read("s1")
-    with database.engine.begin() as connection:
-        connection.execute(text("UPDATE trial_user_attributes SET value_json = '[1'"))
-    with pytest.raises(DamagedRows, match="config of trial 0"):
-        reader.config("s1", 0)
+    with pytest.raises(DamagedRows):
+        reader.find("s1", 0)
     database.remove_session()
     database.engine.dispose()
 
@@ -181,18 +176,18 @@ def test_one_trial_is_found_whatever_others_there_are(storage: BaseStorage, data
     reader = TrialReader(storage)
     expected = as_optuna_has_it(storage, study_id)
     seen = statements(database)
-    assert [reader.find("s1", number) for number in range(len(STATES))] == expected
+    found = [reader.find("s1", number) for number in range(len(STATES))]
+    assert found == [(row, {"seed": row.number}) for row in expected]
     assert len(seen) == 3 * len(STATES)
-    reader.read("s1")
-    seen.clear()
-    assert reader.find("s1", 0) == expected[0]
-    assert len(seen) == 1, "what has ended is remembered"
+    with database.engine.begin() as connection:
+        connection.execute(text(f"DELETE FROM trial_user_attributes WHERE key = '{CONFIG}'"))
+    assert reader.find("s1", 1) == (expected[1], {}), "not written yet"
     assert reader.find("s1", len(STATES)) is reader.find("s1", -1) is reader.find("none", 0) is None
     memory = InMemoryStorage()
     fill(memory)
-    found = TrialReader(memory).find("s1", 3)
-    assert found is not None
-    assert (found.number, found.state) == (3, TrialState.FAIL)
+    told = TrialReader(memory).find("s1", 3)
+    assert told is not None
+    assert (told[0].number, told[0].state, told[1]) == (3, TrialState.FAIL, {"seed": 3})
     assert TrialReader(memory).find("s1", 5) is TrialReader(memory).find("none", 0) is None
 
 

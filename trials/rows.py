@@ -38,7 +38,7 @@ class TrialRow:
     number: int
     state: TrialState
     params: Mapping[str, Any]
-    user_attrs: Mapping[str, Any]
+    user_attrs: dict[str, Any]
     """Without `config`."""
     datetime_start: datetime | None
     datetime_complete: datetime | None
@@ -104,34 +104,30 @@ class TrialReader:
         except (ValueError, LookupError, TypeError) as error:
             raise DamagedRows(f"{type(error).__name__}: {error}") from error
 
-    def find(self, study_name: str, number: int) -> TrialRow | None:
-        """One trial, whatever others there are; None where it has not begun. Raises DamagedRows."""
-        if self._engine is None:
-            trials = self._read(study_name).trials
-            return trials[number] if 0 <= number < len(trials) else None
-        with self._engine.connect() as connection:
-            asked = {"study_name": study_name, "number": number}
-            try:
-                found = connection.execute(_ONE, asked).one_or_none()
-                if found is None:
-                    return None
-                known = (self._ended.find(found.study_id) or {}).get(number)
-                return known or _read_rows(connection, found.study_id, [found])[0]
-            except (ValueError, LookupError, TypeError) as error:
-                raise DamagedRows(f"{type(error).__name__}: {error}") from error
+    def find(self, study_name: str, number: int) -> tuple[TrialRow, dict[str, Any]] | None:
+        """One trial, whatever others there are, and every value that it trains with, as far as that is
+        written yet. None where it has not begun. Raises DamagedRows.
+        """
+        try:
+            return self._find(study_name, number)
+        except (ValueError, LookupError, TypeError) as error:
+            raise DamagedRows(f"{type(error).__name__}: {error}") from error
 
-    def config(self, study_name: str, number: int) -> dict[str, Any]:
-        """Every value that a trial trains with; nothing where that is not written yet. Raises DamagedRows."""
+    def _find(self, study_name: str, number: int) -> tuple[TrialRow, dict[str, Any]] | None:
         if self._engine is None:
             rows = find_rows(study_name, self._storage)
-            return dict(rows[number].user_attrs.get(CONFIG, {})) if number < len(rows) else {}
-        asked = {"study_name": study_name, "number": number, "key": CONFIG}
+            if not 0 <= number < len(rows):
+                return None
+            return _of_frozen(rows[number]), dict(rows[number].user_attrs.get(CONFIG, {}))
         with self._engine.connect() as connection:
-            written = connection.execute(_ATTRIBUTE, asked).scalar_one_or_none()
-        try:
-            return {} if written is None else dict(from_json(written))
-        except (ValueError, TypeError) as error:
-            raise DamagedRows(f"the config of trial {number}: {error}") from error
+            found = connection.execute(_ONE, {"study_name": study_name, "number": number}).one_or_none()
+            if found is None:
+                return None
+            written = {"trial_ids": [found.trial_id]}
+            attributes = _by_trial(connection, _ATTRIBUTES_WITH_CONFIG, written)
+            row = _row(found, attributes, _by_trial(connection, _PARAMS, written))
+        config = row.user_attrs.pop(CONFIG, {})
+        return row, dict(config)
 
     def _read(self, study_name: str) -> StudyRows:
         if self._engine is None:
@@ -152,8 +148,8 @@ class TrialReader:
 
 
 # Built once: to build a statement takes longer than SQLite does to run it.
-_STUDY, _TRIAL, _ATTRIBUTES = (
-    model.__table__.c for model in (StudyModel, TrialModel, TrialUserAttributeModel)
+_STUDY, _TRIAL, _ATTRIBUTE, _PARAM = (
+    model.__table__.c for model in (StudyModel, TrialModel, TrialUserAttributeModel, TrialParamModel)
 )
 _BY_NAME = select(_STUDY.study_id).where(_STUDY.study_name == bindparam("study_name"))
 _COLUMNS = select(
@@ -168,13 +164,17 @@ _TRIALS = _COLUMNS.where(_TRIAL.study_id == bindparam("study_id")).order_by(_TRI
 _ONE = _COLUMNS.join(StudyModel.__table__, _STUDY.study_id == _TRIAL.study_id).where(
     _STUDY.study_name == bindparam("study_name"), _TRIAL.number == bindparam("number")
 )
-_ATTRIBUTE = (
-    select(_ATTRIBUTES.value_json)
-    .join(TrialModel.__table__, _TRIAL.trial_id == _ATTRIBUTES.trial_id)
-    .join(StudyModel.__table__, _STUDY.study_id == _TRIAL.study_id)
-    .where(_STUDY.study_name == bindparam("study_name"), _TRIAL.number == bindparam("number"))
-    .where(_ATTRIBUTES.key == bindparam("key"))
-)
+_NAMED: Any = bindparam("trial_ids", expanding=True)
+_OF_STUDY = select(_TRIAL.trial_id).where(_TRIAL.study_id == bindparam("study_id"))
+_EVERY_ATTRIBUTE = select(_ATTRIBUTE.trial_id, _ATTRIBUTE.key, _ATTRIBUTE.value_json)
+_EVERY_PARAM = select(
+    _PARAM.trial_id, _PARAM.param_name, _PARAM.param_value, _PARAM.distribution_json
+).order_by(_PARAM.param_id)
+_ATTRIBUTES_WITH_CONFIG = _EVERY_ATTRIBUTE.where(_ATTRIBUTE.trial_id.in_(_NAMED))
+_ATTRIBUTES = _ATTRIBUTES_WITH_CONFIG.where(_ATTRIBUTE.key != CONFIG)
+_PARAMS = _EVERY_PARAM.where(_PARAM.trial_id.in_(_NAMED))
+_ATTRIBUTES_OF_STUDY = _EVERY_ATTRIBUTE.where(_ATTRIBUTE.trial_id.in_(_OF_STUDY), _ATTRIBUTE.key != CONFIG)
+_PARAMS_OF_STUDY = _EVERY_PARAM.where(_PARAM.trial_id.in_(_OF_STUDY))
 
 
 def _read_trials(connection: Connection, study_id: int, known: Mapping[int, TrialRow]) -> list[TrialRow]:
@@ -189,33 +189,20 @@ def _read_rows(connection: Connection, study_id: int, found: Sequence[Any]) -> l
     """With what belongs to them."""
     if not found:
         return []
-    ids = [row.trial_id for row in found]
-    attributes = _by_trial(connection, _written_attributes(study_id, ids))
-    params = _by_trial(connection, _written_params(study_id, ids))
+    if len(found) <= MOST_NAMED:
+        named = {"trial_ids": [row.trial_id for row in found]}
+        attributes, params = (_by_trial(connection, query, named) for query in (_ATTRIBUTES, _PARAMS))
+    else:
+        of = {"study_id": study_id}
+        attributes, params = (
+            _by_trial(connection, query, of) for query in (_ATTRIBUTES_OF_STUDY, _PARAMS_OF_STUDY)
+        )
     return [_row(row, attributes, params) for row in found]
 
 
-def _written_attributes(study_id: int, trial_ids: Collection[int]) -> Select[Any]:
-    model = TrialUserAttributeModel
-    query = select(model.trial_id, model.key, model.value_json).where(model.key != CONFIG)
-    return query.where(_are_those(model.trial_id, study_id, trial_ids))
-
-
-def _written_params(study_id: int, trial_ids: Collection[int]) -> Select[Any]:
-    model = TrialParamModel
-    query = select(model.trial_id, model.param_name, model.param_value, model.distribution_json)
-    return query.where(_are_those(model.trial_id, study_id, trial_ids)).order_by(model.param_id)
-
-
-def _are_those(column: Any, study_id: int, trial_ids: Collection[int]) -> Any:
-    if len(trial_ids) <= MOST_NAMED:
-        return column.in_(trial_ids)
-    return column.in_(select(TrialModel.trial_id).where(TrialModel.study_id == study_id))
-
-
-def _by_trial(connection: Connection, query: Select[Any]) -> dict[int, list[Any]]:
+def _by_trial(connection: Connection, query: Select[Any], asked: dict[str, Any]) -> dict[int, list[Any]]:
     written: dict[int, list[Any]] = {}
-    for trial_id, *values in connection.execute(query).all():
+    for trial_id, *values in connection.execute(query, asked).all():
         written.setdefault(trial_id, []).append(values)
     return written
 
