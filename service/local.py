@@ -28,11 +28,11 @@ from trials.corpora import EOS, INT32_MAX, SPLITS, UNK, Corpus, CorpusSpec, Spli
 from trials.evaluation import evaluate as loss_of
 from trials.evaluation import evaluate_mc
 from trials.generation import generate
-from trials.ledger import Task
 from trials.memory import require_memory
 from trials.perplexity import perplexity
 from trials.spec import TrainingConfig, TrialConfig, merged
 from trials.store import CorruptCheckpoint
+from trials.tasks import Task
 from trials.training import Diverged, Training
 
 SECONDS_TO_INTERRUPT = 1.0

@@ -17,7 +17,8 @@ from service.lifecycle import MOVING, WITH_DRIVER, Verb
 from service.records import LEASE, Records, SweepRecord
 from trials.ledger import Fenced, told_of_end
 from trials.store import CheckpointStore
-from trials.studies import Failure, close_open_trials, delete_study, find_rows, studies_of
+from trials.studies import close_open_trials, delete_study, find_rows, studies_of
+from trials.tasks import Failure
 
 log = logging.getLogger(__name__)
 

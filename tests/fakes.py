@@ -9,10 +9,10 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from service.launcher import Capacity
-from trials.ledger import Fenced, Orders, Report, StudyLedger, Task
+from trials.ledger import Fenced, Orders, StudyLedger
 from trials.spec import Budget, SweepSpec
 from trials.store import CheckpointStore
-from trials.studies import Failure
+from trials.tasks import Failure, Report, Task
 
 SWEEP = "s0123456789"
 

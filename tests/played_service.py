@@ -18,10 +18,10 @@ from service.serve import _PatientServer, server_config
 from service.settings import Settings
 from service.streams import Abortable
 from service.studies import open_storage, study_to_go_on_with, write_down
-from trials.ledger import Report, StudyLedger, Task
+from trials.ledger import StudyLedger
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore
-from trials.studies import Failure
+from trials.tasks import Failure, Report, Task
 
 HELD = "held"
 """A sweep of this name stays after the first epoch of its first trial until it is cancelled."""

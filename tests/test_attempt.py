@@ -25,9 +25,9 @@ from trials.attempt import ALIVE, Timer, run_attempt
 from trials.checkpoints import read_best, unpack_state
 from trials.corpora import SPLITS, PathCorpus, Split, load_corpus
 from trials.evaluation import evaluate
-from trials.ledger import Report, Task
 from trials.spec import TrainingConfig, TrialConfig
 from trials.store import CheckpointStore
+from trials.tasks import Report, Task
 from trials.training import EpochResult, Training
 
 EPOCHS = 5

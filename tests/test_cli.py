@@ -34,10 +34,10 @@ from tests.service_process import traces, write_corpus
 from trials.attempt import run_attempt
 from trials.checkpoints import read_best, write_best
 from trials.corpora import EOS, UNK, PathCorpus, Vocabulary
-from trials.ledger import Task
 from trials.presets import PRESETS
 from trials.spec import TrialConfig
 from trials.store import CheckpointStore
+from trials.tasks import Task
 from trials.training import EpochResult, Training
 
 FRATERNAL = [sys.executable, "-m", "service.cli"]

@@ -25,9 +25,9 @@ from tests.test_training import (
 from trials.attempt import run_attempt
 from trials.corpora import PathCorpus
 from trials.evaluation import evaluate, evaluate_mc
-from trials.ledger import Task
 from trials.spec import TrialConfig
 from trials.store import CheckpointStore
+from trials.tasks import Task
 from trials.training import Training
 
 pytestmark = pytest.mark.gpu

@@ -38,13 +38,12 @@ from tests.fakes import (
     wish,
     with_loss,
 )
-from trials.ledger import DATABASE_PATIENCE_S, Fenced, JournalAway, Report, StudyLedger, Task, perplexity
+from trials.ledger import DATABASE_PATIENCE_S, Fenced, JournalAway, StudyLedger, perplexity
 from trials.pruners import MOST_INTERMEDIATE_VALUES, intermediate_epochs, rung_epochs
 from trials.spec import Budget, SuccessiveHalving, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import (
     DamagedRows,
-    Failure,
     close_open_trials,
     delete_study,
     find_rows,
@@ -52,6 +51,7 @@ from trials.studies import (
     reopen_failed,
     studies_of,
 )
+from trials.tasks import Failure, Report, Task
 
 Work = Callable[[Task], Iterator[Report]]
 HALVING = {"name": "successive_halving", "min_epochs": 1, "reduction_factor": 2}

@@ -32,8 +32,9 @@ from service.studies import study_to_go_on_with, write_down
 from service.sweeps import SweepController
 from service.tables import sweeps
 from tests.fakes import MemoryLauncher, failed, report, spec
-from trials.ledger import Fenced, StudyLedger, Task
+from trials.ledger import Fenced, StudyLedger
 from trials.store import CheckpointStore
+from trials.tasks import Task
 
 STATES: tuple[State, ...] = get_args(State)
 

@@ -34,9 +34,10 @@ from service.studies import open_closing_storage, open_fenced_storage, open_stor
 from service.tables import leases, sweeps
 from service.views import SweepViews
 from tests.fakes import MemoryLauncher, epoch_fields, report, spec
-from trials.ledger import StudyLedger, Task
+from trials.ledger import StudyLedger
 from trials.store import CheckpointStore
 from trials.studies import reopen_failed, studies_of
+from trials.tasks import Task
 
 
 class World:

@@ -16,8 +16,9 @@ from service.records import Records, SweepJournal
 from service.retention import KEPT_ASIDE, LEFT_ALONE, collect_orphans
 from service.studies import write_down
 from tests.fakes import failed, report, reports, spec
-from trials.ledger import Report, StudyLedger, Task
+from trials.ledger import StudyLedger
 from trials.store import CheckpointStore
+from trials.tasks import Report, Task
 
 FILES = {"weights": bytes(500)}
 

@@ -27,10 +27,11 @@ from service.sweeps import SweepController
 from service.tables import sweeps
 from tests.fakes import MemoryLauncher, failed, report, reports, spec, with_loss
 from tests.service_process import write_corpus
-from trials.ledger import StudyLedger, Task
+from trials.ledger import StudyLedger
 from trials.spec import Budget, Resources, SweepRequest, SweepSpec
 from trials.store import CheckpointStore, unpack
-from trials.studies import Failure, close_open_trials
+from trials.studies import close_open_trials
+from trials.tasks import Failure, Task
 
 
 @pytest.fixture

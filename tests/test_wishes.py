@@ -28,10 +28,11 @@ from tests.fakes import (
     wish,
     with_loss,
 )
-from trials.ledger import Report, StudyLedger, Task
+from trials.ledger import StudyLedger
 from trials.search import StudySearch
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore
+from trials.tasks import Report, Task
 
 
 def asked(**fields: Any) -> SweepSpec:

@@ -18,11 +18,10 @@ from models.precision import UnsupportedPrecision
 from trials.checkpoints import BestCheckpoint, pack_state, unpack_state
 from trials.corpora import Corpus, CorpusError, CorpusSpec, load_corpus
 from trials.encoded import load_encoded, text_digests
-from trials.ledger import Report, Task
 from trials.memory import require_memory
 from trials.spec import FailureClass
 from trials.store import CheckpointStore, CorruptCheckpoint
-from trials.studies import Failure
+from trials.tasks import Failure, Report, Task
 from trials.training import Diverged, EpochResult, Training
 
 METRICS = ("epoch", "train_loss", "valid_loss", "raw_valid_loss", "averaged")

@@ -19,13 +19,13 @@ from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from trials.corpora import CorpusSpec
 from trials.perplexity import finite_perplexity, perplexity
 from trials.pruners import intermediate_epochs, rung_epochs
 from trials.samplers import suggest
-from trials.spec import Budget, FailureClass, SweepSpec, TrialConfig
+from trials.spec import Budget, FailureClass, SweepSpec
 from trials.store import CheckpointStore
-from trials.studies import ENDED_WELL, Failure, open_study, set_failure
+from trials.studies import ENDED_WELL, open_study, set_failure
+from trials.tasks import Failure, Report, Task
 
 log = logging.getLogger(__name__)
 
@@ -83,46 +83,6 @@ class Journal(Protocol):
 
     def ask_to_pause(self, reason: str) -> None:
         """Have the sweep paused, if it runs."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """One attempt at a trial, as it travels to a worker."""
-
-    sweep_id: str
-    number: int
-    attempt: int
-    arm: str
-    seed: int
-    config: TrialConfig
-    corpus: CorpusSpec
-    device: str
-    recorded_epochs: int
-    best_epoch: int = 0
-    """The best one on record; 0 before the first."""
-    checkpoint_every_s: float = 60.0
-    hang_s: float = 1800.0
-    """Seconds without a report after which the attempt is taken for dead."""
-    corpus_sha256: dict[str, str] | None = None
-    """Digests of the text that the sweep began with; None before its first epoch."""
-    gpu_share: float = 1.0
-    """How much of a GPU's memory this trial may take, where it runs on one."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a worker says after one epoch, or when it cannot go on."""
-
-    epoch: Mapping[str, Any] | None
-    """The fields of trials.training.EpochResult; None where a worker only says that it lives."""
-    finished: bool = False
-    failure: Failure | None = None
-    best_epoch: int | None = None
-    best_valid_loss: float | None = None
-    checkpoint_sha256: str | None = None
-    device: str | None = None
-    runtime: str | None = None
-    corpus_sha256: dict[str, str] | None = None
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

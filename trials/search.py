@@ -13,7 +13,8 @@ from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
-from trials.ledger import Report, StudyLedger, Task
+from trials.ledger import StudyLedger
+from trials.tasks import Report, Task
 
 LONG_START_S = 300.0
 """For a worker's process to come to its first report, however soon a silent one is taken for hung."""

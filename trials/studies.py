@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
@@ -15,19 +14,14 @@ from sqlalchemy import select
 
 from trials.pruners import build_pruner
 from trials.samplers import build_sampler
-from trials.spec import FailureClass, SweepSpec
+from trials.spec import SweepSpec
+from trials.tasks import Failure
 
 ENDED_WELL = (TrialState.COMPLETE, TrialState.PRUNED)
 REMOVED = "(removed until here)"
 """Begins the name of a study that keeps an id from being used again."""
 TOLD_OF_FAILURE = frozenset({"failure_class", "failure_message", "lost_attempts"})
 """Attributes that a failed trial has, and one that is tried again has not."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    failure_class: FailureClass
-    message: str
 
 
 class DamagedRows(ValueError):

@@ -10,8 +10,8 @@ from typing import Any
 
 from ray import tune
 
-from trials.ledger import Report
 from trials.store import CheckpointStore
+from trials.tasks import Report
 
 
 class LanguageModelTrial(tune.Trainable):
