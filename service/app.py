@@ -22,6 +22,7 @@ from service.origins import OwnOrigin, SecurityHeaders
 from service.rates import Rates
 from service.reconciler import Reconciler
 from service.refusals import answer_errors_as_problems
+from service.reports import Reports
 from service.requests import EveryRequest
 from service.retention import collect_orphans
 from service.settings import Settings
@@ -82,6 +83,7 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     app.state.controller = controller
     app.state.reconciler = reconciler
     app.state.metrics = Metrics(records.engine, reconciler, settings.data_dir)
+    app.state.reports = Reports(controller, settings)
     app.state.events = EventLog(records.engine)
     app.state.webhooks = webhooks
     app.state.streams = Streams(app.state.events, controller.look, settings.max_streams)

@@ -247,24 +247,30 @@ def events(
 def report(
     sweep_id: SweepId,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    html: Annotated[
+        bool, typer.Option("--html", help="Print one HTML page with pictures, which needs no network.")
+    ] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
-    """Compare a sweep's arms: best, means of the best, and how many beat the baseline.
+    """Compare a sweep's arms: best, means of the best, how many beat the baseline, and what that proves.
 
-    Example: `fraternal report SWEEP --markdown > report.md`
+    Example: `fraternal report SWEEP --html > report.html`
     """
     from rich.console import Console
 
-    from service.report import build_report, to_json, to_markdown, to_rich
+    from service.report_texts import to_rich
 
+    if markdown + html + as_json > 1:
+        raise CommandFailed("a report is printed in one form: give one of --markdown, --html and --json")
     with open_client(url, token_file) as client:
-        result = build_report(client.get(sweep_id).spec, client.trials(sweep_id))
+        if markdown or html:
+            print(client.written_report(sweep_id, "text/html" if html else "text/markdown"), end="")
+            return
+        result = client.report(sweep_id)
     if as_json:
-        print(json.dumps(to_json(result), indent=2))
-    elif markdown:
-        print(to_markdown(result), end="")
+        print(json.dumps(result.model_dump(mode="json"), indent=2))
     else:
         Console().print(to_rich(result), soft_wrap=True)
 

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from service.errors import CommandFailed
 from service.events import AnyEvent, AnyEventPage, read_event
+from service.report_schemas import ReportView
 from service.schemas import (
     PageView,
     PointList,
@@ -39,6 +40,8 @@ from service.webhook_schemas import NewWebhook, TestedWebhook, WebhookList, Webh
 from trials.spec import SweepSpec
 
 TIMEOUT_S = 30.0
+REPORT_TIMEOUT_S = 120.0
+"""Pictures of thousands of curves are not drawn in a moment."""
 UNREACHABLE_S = 60.0
 """How long a watcher waits for a service that is gone, say because it is being restarted."""
 PAUSE_S = 0.5
@@ -117,6 +120,19 @@ class FraternalClient:
         """By number, unless `order_by` says otherwise; `state` and `arm` choose some."""
         pages = self._pages(f"{_path(sweep_id)}/trials", TrialList, query)
         return [trial for page in pages for trial in page.trials]
+
+    def report(self, sweep_id: str) -> ReportView:
+        """What the trials so far say about the arms."""
+        return self._ask("GET", f"{_path(sweep_id)}/report", ReportView)
+
+    def written_report(self, sweep_id: str, media_type: Literal["text/markdown", "text/html"]) -> str:
+        """The report as it is to be read."""
+        with self._reaching():
+            response = self._http.get(
+                f"{_path(sweep_id)}/report", headers={"accept": media_type}, timeout=REPORT_TIMEOUT_S
+            )
+            self._require_success(response)
+        return response.text
 
     def trial(self, sweep_id: str, number: int) -> TrialDetail:
         return self._ask("GET", f"{_path(sweep_id)}/trials/{number}", TrialDetail)

@@ -114,6 +114,13 @@ class UnreadableSpec(ServiceError):
     code = "unreadable_spec"
 
 
+class ReportFailed(ServiceError):
+    """The report could not be made."""
+
+    status = 500
+    code = "report_failed"
+
+
 class UnreadableStudy(ServiceError):
     """The sweep's trials in the database make no sense."""
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from sqlalchemy import RowMapping
 
+from service.accepting import preferred
 from service.errors import InvalidCursor, SweepNotFound
 from service.event_log import EventLog
 from service.events import EventPage, encode_event
@@ -47,6 +48,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 """Of the stream and the page."""
 
+FORMS = (MEDIA_TYPE, "application/json")
+
 events = APIRouter(prefix="/v1/sweeps", tags=["events"])
 
 
@@ -74,7 +77,7 @@ def watch_events(
     streams: Streams = request.app.state.streams
     named = last_event_id or after
     cursor = _cursor(log, sweep_id, "Last-Event-ID" if last_event_id else "after", named)
-    paged = prefers_json(request.headers.get("accept", ""))
+    paged = preferred(request.headers.get("accept", ""), FORMS) == "application/json"
     look = log.after(sweep_id, cursor, limit + 1 if paged else 1)
     if look.state is None:
         raise SweepNotFound(f"there is no sweep {sweep_id!r}; GET /v1/sweeps lists them")
@@ -83,16 +86,6 @@ def watch_events(
     if named and not look.events and look.state in TERMINAL_STATES:
         return Response(status_code=204)
     return EventStream(streams, sweep_id, cursor)
-
-
-def prefers_json(accept: str) -> bool:
-    """Whether a page is wished for by name, and not less than a stream is."""
-    wishes = {}
-    for wish in accept.lower().split(","):
-        media_type, _, parameters = wish.partition(";")
-        quality = parameters.replace(" ", "").partition("q=")[2] or "1"
-        wishes[media_type.strip()] = float(quality) if quality.replace(".", "", 1).isdigit() else 1.0
-    return wishes.get("application/json", 0.0) > wishes.get(MEDIA_TYPE, 0.0)
 
 
 def _cursor(log: EventLog, sweep_id: str, name: str, written: str | None) -> int:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from service.errors import DatabaseAway, IllegalMove, InvalidRequest, Problem, ServiceError, SweepNotFound
 from service.events import EventPage, TrialStart, TrialStarted
 from service.problems import ProblemDocument, document_of
+from service.report_schemas import ArmReport, Comparison, ExpectedBest, Interval, Pairs, ReportView
 from service.schemas import (
     Changes,
     ControllerLease,
@@ -191,7 +192,64 @@ _WEBHOOK = WebhookView(
     failed_at=None,
     disabled_at=None,
 )
+_SENTENCE = (
+    "3 draws have completed in both fd and eld: too few for any claim, whatever the outcome; six draws are "
+    "the least."
+)
+_REPORT = ReportView(
+    sweep_id=SWEEP_ID,
+    name=_SPEC.name,
+    state="succeeded",
+    as_of=SUBMITTED + timedelta(minutes=2),
+    conclusion=_SENTENCE,
+    baseline=None,
+    caption="Validation perplexity of each trial's best epoch. No baseline was named, so nothing is counted "
+    "against one.",
+    arms=[
+        ArmReport(
+            arm=arm,
+            n=3,
+            complete=3,
+            pruned=0,
+            failed=0,
+            best=best,
+            best_trial=number,
+            top5=None,
+            top10=None,
+            beating=None,
+            expected_best=[
+                ExpectedBest(trials=3, perplexity=best, interval=Interval(low=best, high=best + 4.5))
+            ],
+        )
+        for arm, best, number in (("fd", 239.8, 2), ("eld", 243.1, 3))
+    ],
+    comparisons=[
+        Comparison(
+            first="fd",
+            second="eld",
+            counts=None,
+            pairs=Pairs(
+                draws=3,
+                first_wins=2,
+                second_wins=1,
+                ties=0,
+                ratio=0.991,
+                interval=None,
+                p=0.5,
+                could_differ=False,
+                draws_for_power=None,
+            ),
+            test="none",
+            p=None,
+            verdict="too_few",
+            further=None,
+            sentence=_SENTENCE,
+        )
+    ],
+    remarks=[],
+)
 _ANSWERS: tuple[View, ...] = (
+    _REPORT,
     _SWEEP,
     SweepDetail(**dict(_SWEEP), spec=_SPEC),
     SweepList(sweeps=[_SWEEP]),

@@ -13,7 +13,7 @@ from service.client import ClientError, FraternalClient
 from service.errors import INTERRUPTED, CommandFailed
 from service.lifecycle import TERMINAL_STATES
 from service.progress import duration, follow
-from service.report import build_report, to_rich
+from service.report_texts import to_rich
 from service.running import SLICE_S, Interrupted, Signals, command, print_addresses, running_service
 from service.schemas import SweepDetail
 
@@ -67,7 +67,7 @@ def _follow_and_report(
     console.print(
         f"sweep {sweep.id} {ended.state}" + (f": {ended.state_reason}" if ended.state_reason else "")
     )
-    console.print(to_rich(build_report(sweep.spec, client.trials(sweep.id))), soft_wrap=True)
+    console.print(to_rich(client.report(sweep.id)), soft_wrap=True)
     if ended.state == "paused":  # something is wrong, and once this command is over nobody would resume it
         client.cancel(sweep.id)
         _wait_for_the_end(client, sweep.id)

@@ -433,6 +433,11 @@ class Records:
             names = tuple(found.keys())
             return [dict(zip(names, row, strict=True)) for row in found.all()]
 
+    def epochs_of(self, sweep_id: str) -> Sequence[Any]:
+        """What the pictures of a report take of every epoch, by trial and epoch."""
+        with self.engine.connect() as connection:
+            return connection.execute(_EPOCHS, {"sweep_id": sweep_id}).all()
+
     def pinned(self, sweep_id: str) -> set[int]:
         """Numbers of the trials whose best checkpoints stay."""
         with self.engine.connect() as connection:
@@ -661,6 +666,18 @@ _CURVE = (
     select(epochs)
     .where(epochs.c.sweep_id == bindparam("sweep_id"), epochs.c.number == bindparam("number"))
     .order_by(epochs.c.epoch)
+)
+_EPOCHS = (
+    select(
+        epochs.c.number,
+        epochs.c.epoch,
+        epochs.c.valid_loss,
+        epochs.c.recorded_at,
+        epochs.c.seconds,
+        epochs.c.tokens,
+    )
+    .where(epochs.c.sweep_id == bindparam("sweep_id"))
+    .order_by(epochs.c.number, epochs.c.epoch)
 )
 _NEWEST = (
     select(epochs.c.number, func.max(epochs.c.epoch).label("epoch"))

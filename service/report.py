@@ -1,200 +1,64 @@
-"""What a sweep says, arm by arm: pure functions of its spec and its trials, and three ways to write it down.
+"""What a sweep says, arm by arm: a pure function of its spec and its trials.
 
 An arm's trials count once they have ended. A failed trial counts as one that does not beat the baseline; one
 that was cancelled with its sweep, or whose workers kept dying, had no chance and is left out.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from statistics import fmean
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import combinations
+from typing import Literal
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
+from service.lifecycle import TERMINAL_STATES, State
+from service.report_schemas import ArmReport, Comparison, Counts, Pairs, Proportion, ReportView, TopMean
+from service.report_texts import p_text, percent
 from service.schemas import TrialView
+from service.statistics import (
+    SIGNIFICANT,
+    compare_counts,
+    compare_pairs,
+    expected_best,
+    holm,
+    proportion,
+    top_mean,
+)
 from trials.spec import SweepSpec
 
-Z_95 = 1.959963984540054
-Z_80 = 0.8416212335729143
-SIGNIFICANT = 0.05
 MEASURE = "Validation perplexity of each trial's best epoch."
-COLUMNS = (
-    "arm",
-    "n",
-    "complete",
-    "pruned",
-    "failed",
-    "best",
-    "top-5 mean",
-    "top-10 mean",
-    "beat baseline",
+SCOPE = "This is about this corpus, model, budget and space, and about no other."
+ONE_LOOK = (
+    "The sweep has not ended. Who looks again and again, and stops at the first p below 0.05, finds "
+    "differences that are none: let it end as it was planned."
 )
+LARGEST = 1e100
+"""Perplexity: of larger ones no mean is finite."""
+Test = Literal["pairs", "counts", "none"]
 
 
-@dataclass(frozen=True)
-class Interval:
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Proportion:
-    """count of n, with Wilson's 95 % interval."""
-
-    count: int
-    n: int
-
-    @property
-    def share(self) -> float:
-        return self.count / self.n
-
-    @property
-    def interval(self) -> Interval:
-        return wilson(self.count, self.n)
-
-
-@dataclass(frozen=True)
-class ArmRow:
-    """One arm's trials. Perplexities are those of each trial's best epoch; None where there are too few."""
-
-    arm: str
-    n: int
-    complete: int
-    pruned: int
-    failed: int
-    best: float | None
-    top5_mean: float | None
-    top10_mean: float | None
-    beating: Proportion | None
-    """None for the baseline arm, without a baseline, and without a trial."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two arms' shares of trials that beat the baseline."""
-
-    first: Proportion
-    second: Proportion
-    p: float
-    """Fisher's exact test, two-sided."""
-    interval: Interval
-    """Newcombe's 95 % interval of the difference first - second."""
-
-    @property
-    def difference(self) -> float:
-        return self.first.share - self.second.share
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Draws whose trials completed in both of two arms: the same sampled values and the same seed."""
-
-    first_wins: int
-    second_wins: int
-    ties: int
-
-    @property
-    def p(self) -> float:
-        """The sign test, two-sided; ties do not count."""
-        return sign_test(self.first_wins, self.second_wins)
-
-
-@dataclass(frozen=True)
-class Report:
-    title: str
-    caption: str
-    """What the trials are counted against."""
-    rows: tuple[ArmRow, ...]
-    compared: tuple[str, str] | None
-    comparison: Comparison | None
-    pairs: Pairs | None
-    remarks: tuple[str, ...]
-    """What may and may not be concluded."""
-
-
-def build_report(spec: SweepSpec, trials: Sequence[TrialView]) -> Report:
+def build_report(
+    sweep_id: str, state: State, spec: SweepSpec, trials: Sequence[TrialView], as_of: datetime
+) -> ReportView:
     ended = {arm: [trial for trial in trials if trial.arm == arm and _counts(trial)] for arm in spec.arms}
     threshold = _threshold(spec, ended)
-    rows = tuple(_row(arm, ended[arm], None if arm == spec.baseline else threshold) for arm in spec.arms)
-    contenders = [row for row in rows if row.arm != spec.baseline][:2]
-    compared = (contenders[0].arm, contenders[1].arm) if len(contenders) == 2 else None
-    comparison = compare(contenders[0].beating, contenders[1].beating) if compared else None
-    pairs = _pairs(ended[compared[0]], ended[compared[1]]) if compared else None
-    left_out = sum(_had_no_chance(trial) for trial in trials)
-    return Report(
-        title=spec.name or "sweep",
+    arms = [_arm(arm, ended[arm], None if arm == spec.baseline else threshold) for arm in spec.arms]
+    comparisons = _comparisons(arms, ended)
+    return ReportView(
+        sweep_id=sweep_id,
+        name=spec.name,
+        state=state,
+        as_of=as_of,
+        conclusion=_conclusion(arms, comparisons),
+        baseline=threshold,
         caption=_caption(spec, threshold),
-        rows=rows,
-        compared=compared,
-        comparison=comparison,
-        pairs=pairs,
-        remarks=(*_share_remarks(rows, compared), *_remarks(compared, comparison, pairs, left_out)),
+        arms=arms,
+        comparisons=comparisons,
+        remarks=list(_remarks(state, trials)),
     )
 
 
-# Statistics.
-
-
-def wilson(count: int, n: int) -> Interval:
-    """Wilson's score interval of a proportion, 95 % (Wilson 1927). n > 0."""
-    share, z2 = count / n, Z_95**2
-    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z_95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return Interval(max(0.0, middle - half), min(1.0, middle + half))
-
-
-def newcombe(first: Proportion, second: Proportion) -> Interval:
-    """Newcombe's hybrid score interval of a difference of proportions, 95 % (Newcombe 1998, method 10)."""
-    difference = first.share - second.share
-    one, two = first.interval, second.interval
-    below = math.hypot(first.share - one.low, two.high - second.share)
-    above = math.hypot(one.high - first.share, second.share - two.low)
-    return Interval(difference - below, difference + above)
-
-
-def fisher_exact(first: Proportion, second: Proportion) -> float:
-    """Fisher's exact test, two-sided: the probability of all tables no likelier than this one."""
-    total, successes = first.n + second.n, first.count + second.count
-
-    def ways(count: int) -> int:
-        return math.comb(first.n, count) * math.comb(second.n, successes - count)
-
-    counts = range(max(0, successes - second.n), min(successes, first.n) + 1)
-    extreme = sum(ways(count) for count in counts if ways(count) <= ways(first.count))
-    return extreme / math.comb(total, successes)
-
-
-def sign_test(first: int, second: int) -> float:
-    """The two-sided sign test. 1 where nothing was won."""
-    n = first + second
-    tail = sum(math.comb(n, count) for count in range(min(first, second) + 1))
-    return float(min(1.0, 2 * tail / 2**n))
-
-
-def compare(first: Proportion | None, second: Proportion | None) -> Comparison | None:
-    if first is None or second is None:
-        return None
-    return Comparison(first, second, fisher_exact(first, second), newcombe(first, second))
-
-
-def trials_for_power(comparison: Comparison) -> int | None:
-    """Trials an arm that would find this difference at 5 % four times in five; None if there is none."""
-    if comparison.difference == 0:
-        return None
-    spread = sum(share * (1 - share) for share in (comparison.first.share, comparison.second.share))
-    return math.ceil((Z_95 + Z_80) ** 2 * spread / comparison.difference**2) or None
-
-
-def _could_differ(first: int, second: int) -> bool:
-    """Whether any result could reach p < 0.05; all of one arm and none of the other is the utmost."""
-    return fisher_exact(Proportion(first, first), Proportion(0, second)) < SIGNIFICANT
-
-
-# Rows.
+# Arms.
 
 
 def _counts(trial: TrialView) -> bool:
@@ -205,34 +69,42 @@ def _had_no_chance(trial: TrialView) -> bool:
     return trial.failure is not None and trial.failure.failure_class in {"cancelled", "infrastructure"}
 
 
-def _perplexities(trials: Iterable[TrialView]) -> list[float]:
-    """The best perplexity of each trial that completed or was pruned, the lowest first."""
+def _usable(trials: Iterable[TrialView]) -> list[tuple[float, int]]:
+    """The best perplexity of each trial that completed or was pruned, and its number; the lowest first."""
     return sorted(
-        trial.best_valid_perplexity
+        (min(trial.best_valid_perplexity, LARGEST), trial.number)
         for trial in trials
         if trial.state in {"COMPLETE", "PRUNED"} and trial.best_valid_perplexity is not None
     )
 
 
-def _threshold(spec: SweepSpec, ended: dict[str, list[TrialView]]) -> float | None:
+def _perplexities(trials: Iterable[TrialView]) -> list[float]:
+    return [perplexity for perplexity, _ in _usable(trials)]
+
+
+def _threshold(spec: SweepSpec, ended: Mapping[str, list[TrialView]]) -> float | None:
     if isinstance(spec.baseline, str):
         return min(_perplexities(ended[spec.baseline]), default=None)
     return spec.baseline
 
 
-def _row(arm: str, trials: list[TrialView], threshold: float | None) -> ArmRow:
-    best = _perplexities(trials)
-    beating = sum(perplexity < threshold for perplexity in best) if threshold is not None else 0
-    return ArmRow(
+def _arm(arm: str, trials: list[TrialView], threshold: float | None) -> ArmReport:
+    usable = _usable(trials)
+    perplexities = [perplexity for perplexity, _ in usable]
+    beating = sum(perplexity < threshold for perplexity in perplexities) if threshold is not None else 0
+    without = [max(perplexities)] * (len(trials) - len(usable)) if usable else []
+    return ArmReport(
         arm=arm,
         n=len(trials),
         complete=_number_in(trials, "COMPLETE"),
         pruned=_number_in(trials, "PRUNED"),
         failed=_number_in(trials, "FAIL"),
-        best=best[0] if best else None,
-        top5_mean=fmean(best[:5]) if len(best) >= 5 else None,
-        top10_mean=fmean(best[:10]) if len(best) >= 10 else None,
-        beating=Proportion(beating, len(trials)) if threshold is not None and trials else None,
+        best=usable[0][0] if usable else None,
+        best_trial=usable[0][1] if usable else None,
+        top5=_top(perplexities, 5),
+        top10=_top(perplexities, 10),
+        beating=proportion(beating, len(trials)) if threshold is not None and trials else None,
+        expected_best=expected_best([*perplexities, *without]),
     )
 
 
@@ -240,20 +112,176 @@ def _number_in(trials: list[TrialView], state: str) -> int:
     return sum(trial.state == state for trial in trials)
 
 
-def _pairs(first: list[TrialView], second: list[TrialView]) -> Pairs:
+def _top(perplexities: Sequence[float], k: int) -> TopMean | None:
+    found = top_mean(perplexities, k)
+    return None if found is None else TopMean(perplexity=found[0], interval=found[1])
+
+
+# Comparisons.
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two arms, before the number of comparisons is accounted for."""
+
+    first: str
+    second: str
+    counts: Counts | None
+    pairs: Pairs
+
+    @property
+    def test(self) -> Test:
+        """By how many there are, never by how they came out."""
+        if self.pairs.could_differ:
+            return "pairs"
+        return "counts" if self.counts is not None and self.counts.could_differ else "none"
+
+    @property
+    def p(self) -> float | None:
+        if self.test == "counts" and self.counts is not None:
+            return self.counts.p
+        return self.pairs.p if self.test == "pairs" else None
+
+    @property
+    def first_is_ahead(self) -> bool:
+        if self.test == "counts" and self.counts is not None:
+            return self.counts.difference > 0
+        return (self.pairs.ratio or 1.0) < 1
+
+    @property
+    def further(self) -> int | None:
+        """Draws, or trials an arm, beyond those there are."""
+        if self.test == "counts" and self.counts is not None:
+            needed, there = self.counts.trials_for_power, min(self.counts.first.n, self.counts.second.n)
+        else:
+            needed, there = self.pairs.draws_for_power, self.pairs.first_wins + self.pairs.second_wins
+        return None if needed is None else max(1, needed - there)
+
+
+def _comparisons(arms: Sequence[ArmReport], ended: Mapping[str, list[TrialView]]) -> list[Comparison]:
+    found = [
+        _Pair(
+            first.arm,
+            second.arm,
+            None
+            if first.beating is None or second.beating is None
+            else compare_counts(first.beating, second.beating),
+            compare_pairs(*_losses_of_pairs(ended[first.arm], ended[second.arm])),
+        )
+        for first, second in combinations(arms, 2)
+    ]
+    tested = [pair.p for pair in found if pair.p is not None]
+    corrected = iter(holm(tested))
+    return [_comparison(pair, None if pair.p is None else next(corrected), len(tested)) for pair in found]
+
+
+def _losses_of_pairs(
+    first: Iterable[TrialView], second: Iterable[TrialView]
+) -> tuple[list[float], list[float]]:
+    """Best losses of the draws that completed in both arms, in the order of the draws."""
     one, two = (
-        {trial.draw: _perplexities([trial]) for trial in arm if trial.state == "COMPLETE"}
+        {
+            trial.draw: min(trial.best_valid_loss, math.log(LARGEST))
+            for trial in arm
+            if trial.state == "COMPLETE" and trial.best_valid_loss is not None
+        }
         for arm in (first, second)
     )
-    both = [(one[draw][0], two[draw][0]) for draw in one.keys() & two.keys() if one[draw] and two[draw]]
-    return Pairs(
-        first_wins=sum(a < b for a, b in both),
-        second_wins=sum(b < a for a, b in both),
-        ties=sum(a == b for a, b in both),
+    both = sorted(one.keys() & two.keys())
+    return [one[draw] for draw in both], [two[draw] for draw in both]
+
+
+def _comparison(pair: _Pair, p: float | None, tests: int) -> Comparison:
+    verdict: Literal["first", "second", "open", "too_few"] = "too_few"
+    if p is not None:
+        verdict = "open" if p >= SIGNIFICANT else "first" if pair.first_is_ahead else "second"
+    further = pair.further if verdict == "open" else None
+    return Comparison(
+        first=pair.first,
+        second=pair.second,
+        counts=pair.counts,
+        pairs=pair.pairs,
+        test=pair.test,
+        p=p,
+        verdict=verdict,
+        further=further,
+        sentence=_sentence(pair, verdict, p, tests, further),
     )
 
 
 # Words.
+
+
+def _sentence(pair: _Pair, verdict: str, p: float | None, tests: int, further: int | None) -> str:
+    if p is None:
+        return _too_few(pair)
+    ahead, behind = (pair.first, pair.second) if pair.first_is_ahead else (pair.second, pair.first)
+    corrected = f", corrected for {tests} comparisons" if tests > 1 else ""
+    if pair.test == "counts" and pair.counts is not None:
+        first, second = _of(pair.first, pair.counts.first), _of(pair.second, pair.counts.second)
+        shown = f"{first} and {second} beat the baseline"
+        test = f"Fisher's exact test, {p_text(p)}{corrected}"
+        if verdict != "open":
+            return f"{shown}: {ahead} does so more often ({test})."
+        more = _more(further, "trials of each arm", f"{ahead}'s share is as much larger as it looks")
+        return f"{shown}, which does not tell them apart ({test}){more}."
+    draws = pair.pairs.draws
+    size = _size(pair)
+    test = f"Wilcoxon, {p_text(p)}{corrected}"
+    if verdict != "open":
+        return (
+            f"On the {draws} draws that completed in both, {ahead} is better than {behind}: {size} ({test})."
+        )
+    more = _more(further, "draws", f"{ahead} is better by as much as it looks, {size}")
+    apart = f"do not tell {pair.first} and {pair.second} apart"
+    return f"The {draws} draws that completed in both {apart} ({test}){more}."
+
+
+def _of(arm: str, share: Proportion) -> str:
+    return f"{share.count} of {share.n} trials of {arm}"
+
+
+def _size(pair: _Pair) -> str:
+    """How far the better arm is ahead, as a share of the other one's perplexity."""
+    ratio, interval = pair.pairs.ratio or 1.0, pair.pairs.interval
+    ends = (interval.low, interval.high) if interval is not None else None
+    if ratio > 1:  # seen from the second arm
+        ratio = 1 / ratio
+        ends = (1 / ends[1], 1 / ends[0]) if ends is not None else None
+    between = "" if ends is None else f" [{percent(1 - ends[1])}, {percent(1 - ends[0])}]"
+    return f"its perplexity is {percent(1 - ratio)} % lower{between}"
+
+
+def _more(further: int | None, what: str, condition: str) -> str:
+    if further is None:
+        return "; they are so much alike that no number of draws within reason would"
+    return f"; if {condition}, about {further:,} further {what} would"
+
+
+def _too_few(pair: _Pair) -> str:
+    said = f"{_draws(pair.pairs.draws)} completed in both {pair.first} and {pair.second}"
+    if pair.counts is not None:
+        said += f", {pair.counts.first.n} and {pair.counts.second.n} trials have ended"
+    return f"{said}: too few for any claim, whatever the outcome; six draws are the least."
+
+
+def _draws(n: int) -> str:
+    return {0: "No draw has", 1: "One draw has"}.get(n, f"{n} draws have")
+
+
+def _conclusion(arms: Sequence[ArmReport], comparisons: Sequence[Comparison]) -> str:
+    if not any(arm.n for arm in arms):
+        return "No trial has ended yet."
+    if not comparisons:
+        return f"There is one arm, {arms[0].arm}: nothing is compared."
+    if len(comparisons) == 1:
+        told_apart = comparisons[0].verdict in {"first", "second"}
+        return f"{comparisons[0].sentence} {SCOPE}" if told_apart else comparisons[0].sentence
+    settled = [comparison for comparison in comparisons if comparison.verdict in {"first", "second"}]
+    if not settled:
+        return f"Of {len(comparisons)} comparisons of two arms, none tells them apart."
+    said = " ".join(comparison.sentence for comparison in settled)
+    return f"{said} {len(comparisons) - len(settled)} of {len(comparisons)} comparisons are open. {SCOPE}"
 
 
 def _caption(spec: SweepSpec, threshold: float | None) -> str:
@@ -267,115 +295,14 @@ def _caption(spec: SweepSpec, threshold: float | None) -> str:
     return f"{MEASURE} Baseline: {threshold:.2f}, {source}."
 
 
-def _remarks(
-    compared: tuple[str, str] | None, comparison: Comparison | None, pairs: Pairs | None, left_out: int
-) -> Iterable[str]:
-    if compared and comparison:
-        yield from _comparison_remarks(compared, comparison)
-    if compared and pairs:
-        yield _pairs_remark(compared, pairs)
+def _remarks(state: State, trials: Sequence[TrialView]) -> Iterator[str]:
+    if state not in TERMINAL_STATES:
+        yield ONE_LOOK
+    left_out = sum(map(_had_no_chance, trials))
     if left_out:
         yield f"Left out, as cancelled or lost with their workers: {left_out}."
-
-
-def _share_remarks(rows: Iterable[ArmRow], compared: tuple[str, str] | None) -> Iterable[str]:
-    """The share of each arm that no comparison below states."""
-    for row in rows:
-        if row.beating is not None and (compared is None or row.arm not in compared):
-            yield f"{row.arm}: {_percent(row.beating)} beat the baseline."
-
-
-def _comparison_remarks(compared: tuple[str, str], comparison: Comparison) -> Iterable[str]:
-    yield f"{compared[0]} against {compared[1]}: {comparison_line(comparison)}."
-    first, second = comparison.first.n, comparison.second.n
-    if not _could_differ(first, second):
-        yield f"{first} against {second} trials are too few for any claim: no p could be below {SIGNIFICANT}."
-    elif comparison.p >= SIGNIFICANT:
-        needed = trials_for_power(comparison)
-        more = (
-            f"; about {needed} trials an arm would find such a difference with 80 % power" if needed else ""
-        )
-        yield f"By these counts the two arms cannot be told apart{more}."
-
-
-def _pairs_remark(compared: tuple[str, str], pairs: Pairs) -> str:
-    decided = pairs.first_wins + pairs.second_wins
-    ties = f", {pairs.ties} ties" if pairs.ties else ""
-    line = (
-        f"Draws that completed in both: {compared[0]} better in {pairs.first_wins}, "
-        f"{compared[1]} in {pairs.second_wins}{ties}; sign test {_p(pairs.p)}"
-    )
-    few = sign_test(decided, 0) >= SIGNIFICANT
-    return f"{line}. {decided} decided pairs are too few for any claim." if few else f"{line}."
-
-
-def comparison_line(comparison: Comparison) -> str:
-    """Both shares with their intervals, Fisher's p, and the difference with its own."""
-    between = f"[{_points(comparison.interval.low)}, {_points(comparison.interval.high)}]"
-    return (
-        f"{_percent(comparison.first)} against {_percent(comparison.second)}; {_p(comparison.p)}; "
-        f"difference {_points(comparison.difference)} points {between}"
-    )
-
-
-def _p(value: float) -> str:
-    return f"p = {value:.3f}" if value >= 0.0005 else "p < 0.001"
-
-
-def _percent(proportion: Proportion) -> str:
-    low, high = proportion.interval.low, proportion.interval.high
-    return f"{100 * proportion.share:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
-
-
-def _points(share: float) -> str:
-    return f"{100 * share:.1f}".replace("-", "−")
-
-
-# Forms.
-
-
-def to_rich(report: Report) -> RenderableType:
-    table = Table(title=report.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    for row in report.rows:
-        table.add_row(*(Text(cell) for cell in _cells(row)))
-    return Group(table, *(Text(line) for line in (report.caption, *report.remarks)))
-
-
-def to_markdown(report: Report) -> str:
-    lines = [
-        f"## {report.title}",
-        "",
-        _markdown_row(COLUMNS),
-        _markdown_row(["---", *["---:"] * (len(COLUMNS) - 1)]),
-    ]
-    lines += [_markdown_row(_cells(row)) for row in report.rows]
-    return "\n".join([*lines, "", report.caption, *(f"- {remark}" for remark in report.remarks)]) + "\n"
-
-
-def to_json(report: Report) -> dict[str, Any]:
-    """The same numbers, unrounded."""
-    document = asdict(report)
-    for row, written in zip(report.rows, document["rows"], strict=True):
-        if row.beating is not None:
-            written["beating"] |= {"share": row.beating.share, "interval": asdict(row.beating.interval)}
-    if report.comparison is not None:
-        document["comparison"]["difference"] = report.comparison.difference
-    if report.pairs is not None:
-        document["pairs"]["p"] = report.pairs.p
-    return document
-
-
-def _cells(row: ArmRow) -> list[str]:
-    beating = f"{row.beating.count} of {row.beating.n}" if row.beating else "–"
-    counts = (row.n, row.complete, row.pruned, row.failed)
-    return [row.arm, *map(str, counts), *map(_number, (row.best, row.top5_mean, row.top10_mean)), beating]
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    if any(trial.state == "PRUNED" for trial in trials):
+        yield "Pruned trials count with the best epoch that they reached; pairs are of completed ones alone."
+    stopped = sum(trial.stopped for trial in trials)
+    if stopped:
+        yield f"Ended on request, before their time, and counted as they stood: {stopped}."

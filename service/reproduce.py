@@ -115,6 +115,8 @@ def reproduce(table: Table, scale: Scale, body: dict[str, Any], out: Path, data_
     result = Reproduction(
         table,
         scale,
+        trained.sweep.id,
+        trained.sweep.finished_at or trained.sweep.state_since,
         trained.sweep.spec.model_copy(update={"baseline": spec.baseline}),
         _name_of(trained.sweep.spec),
         trained.trials,

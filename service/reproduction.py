@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from itertools import groupby
 from statistics import fmean, stdev
 from typing import Any
 
-from service.report import build_report, to_json, to_markdown
+from service.report import build_report
+from service.report_schemas import ReportView
+from service.report_texts import to_markdown
 from service.schemas import EpochView, SweepView, TrialView
 from trials.perplexity import perplexity
 from trials.spec import SweepSpec
@@ -78,6 +81,8 @@ class Reproduction:
 
     table: Table
     scale: Scale
+    sweep_id: str
+    as_of: datetime
     spec: SweepSpec
     corpus: str
     trials: tuple[TrialView, ...]
@@ -85,6 +90,10 @@ class Reproduction:
     curves: tuple[Curve, ...]
     differs: tuple[str, ...]
     """In which parts the sweep is not the paper's own; at its scale, in those that were replaced."""
+
+    @property
+    def report(self) -> ReportView:
+        return build_report(self.sweep_id, "succeeded", self.spec, self.trials, self.as_of)
 
     @property
     def comparable(self) -> bool:
@@ -267,7 +276,7 @@ def table_json(result: Reproduction) -> dict[str, Any]:
         "seeds": result.seeds,
         "rows": [asdict(row) for row in result.rows],
         "paper_search": [asdict(row) for row in table.search],
-        "report": to_json(build_report(result.spec, result.trials)) if table.search else None,
+        "report": result.report.model_dump(mode="json") if table.search else None,
         "curves": [asdict(curve) for curve in result.curves],
         "remarks": list(table.remarks),
     }
@@ -312,7 +321,7 @@ def _rows_markdown(result: Reproduction) -> str:
 def _search_markdown(result: Reproduction) -> str:
     head = ["paper", "best", "top-5 mean", "top-10 mean", "beat baseline"]
     paper = _grid(head, [_search_cells(row) for row in result.table.search])
-    ours = to_markdown(build_report(result.spec, result.trials))
+    ours = to_markdown(result.report)
     no_baseline = (
         "\nThe paper's 60.7 is of another model. To count against a baseline, measure one on the same corpus "
         f"(`fraternal reproduce seeds --scale {result.scale} --set training.epochs="

@@ -1,8 +1,8 @@
 """Every route of ours, in the order in which they are asked."""
 
-from service import event_routes, routes, webhook_routes
+from service import event_routes, report_routes, routes, webhook_routes
 from service.docs import docs
 from service.sign_in import signing_in
 
-API = (*routes.ROUTERS, event_routes.events, webhook_routes.webhooks)
+API = (*routes.ROUTERS, event_routes.events, report_routes.reports, webhook_routes.webhooks)
 ALL = (*API, docs, signing_in)

@@ -28,10 +28,10 @@ class Turns:
 
     def allow(self, at_once: int) -> None:
         """From now on, in the running event loop."""
-        self._of_this_loop().total_tokens = at_once
+        self.of_this_loop().total_tokens = at_once
 
     async def take(self, function: Callable[..., R], *arguments: Any, **named: Any) -> R:
-        return await to_thread.run_sync(partial(function, *arguments, **named), limiter=self._of_this_loop())
+        return await to_thread.run_sync(partial(function, *arguments, **named), limiter=self.of_this_loop())
 
     def __call__(self, endpoint: Callable[..., Any]) -> Callable[..., Any]:
         """For a route; it is described as it was."""
@@ -44,7 +44,8 @@ class Turns:
         take_turn.__signature__ = signature(endpoint)  # type: ignore[attr-defined]
         return take_turn
 
-    def _of_this_loop(self) -> CapacityLimiter:
+    def of_this_loop(self) -> CapacityLimiter:
+        """To be held by who needs no thread for its turn."""
         limiter = self._limiter.get(None)
         if limiter is None:
             self._limiter.set(limiter := CapacityLimiter(self._at_once))

@@ -135,10 +135,14 @@ def test_sweeps_are_listed(url: str, ended: str) -> None:
 
 
 def test_a_report_has_a_row_for_each_arm(url: str, ended: str) -> None:
-    rows = json.loads(run("report", ended, "--json", "--url", url).stdout)["rows"]
-    assert [(row["arm"], row["n"]) for row in rows] == [("fd", 3), ("eld", 3)]
+    arms = json.loads(run("report", ended, "--json", "--url", url).stdout)["arms"]
+    assert [(arm["arm"], arm["n"]) for arm in arms] == [("fd", 3), ("eld", 3)]
     assert "| fd | 3 | 3 |" in run("report", ended, "--markdown", "--url", url).stdout
     assert "top-5 mean" in " ".join(run("report", ended, "--url", url).stdout.split())
+    assert run("report", ended, "--html", "--url", url).stdout.startswith("<!DOCTYPE html>")
+    refused = run("report", ended, "--html", "--json", "--url", url)
+    assert refused.exit_code == 1
+    assert "give one of --markdown, --html and --json" in refused.stderr
 
 
 def test_a_fetched_checkpoint_is_the_services_and_replaces_nothing_unasked(

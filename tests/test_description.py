@@ -9,7 +9,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from service import events, schemas, webhook_schemas
+from service import events, report_schemas, schemas, webhook_schemas
 from service.app import create_app
 from service.description import operations
 from service.examples import ANSWERS, MODELS, REQUESTS, SMALL
@@ -143,7 +143,7 @@ def test_examples_are_what_the_models_read_and_write() -> None:
 
 def model_named(name: str) -> Any:
     return next(
-        getattr(module, name) for module in (schemas, webhook_schemas, events) if hasattr(module, name)
+        getattr(module, name) for module in (schemas, report_schemas, webhook_schemas, events) if hasattr(module, name)
     )
 
 

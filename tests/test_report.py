@@ -1,35 +1,23 @@
-"""What a report says about a sweep, against the paper's line, against scipy, and against counting by hand."""
+"""What a report says about a sweep, and that it claims no more than the trials do."""
 
 import io
 import json
 import math
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
-from scipy import stats
 
-from service.report import (
-    Proportion,
-    Report,
-    build_report,
-    compare,
-    comparison_line,
-    fisher_exact,
-    newcombe,
-    sign_test,
-    to_json,
-    to_markdown,
-    to_rich,
-    trials_for_power,
-    wilson,
-)
+from service.lifecycle import State
+from service.report import build_report
+from service.report_schemas import ArmReport, Comparison, ReportView
+from service.report_texts import lines, to_markdown, to_rich
 from service.schemas import Failure, TrialView
+from service.statistics import proportion
 from trials.spec import FailureClass, SweepSpec
 
-FD, ELD = Proportion(14, 203), Proportion(6, 208)
+AS_OF = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 
 
 def spec(**fields: Any) -> SweepSpec:
@@ -62,97 +50,62 @@ def trial(number: int, arm: str, best: float | None, state: str = "COMPLETE", **
     )
 
 
-def report_of(perplexities: dict[str, list[float]], **fields: Any) -> Report:
-    """A report of complete trials, those at the same place in two arms being of one draw."""
-    trials = [
+def trials_of(perplexities: dict[str, list[float]]) -> list[TrialView]:
+    """Complete trials, those at the same place in two arms being of one draw."""
+    return [
         trial(number, arm, best, draw=number)
         for arm, values in perplexities.items()
         for number, best in enumerate(values)
     ]
-    return build_report(spec(**fields), trials)
 
 
-def row(report: Report, arm: str) -> Any:
-    return next(row for row in report.rows if row.arm == arm)
+def told(trials: list[TrialView], state: State = "succeeded", **fields: Any) -> ReportView:
+    return build_report("s1", state, spec(**fields), trials, AS_OF)
 
 
-# Statistics.
+def report_of(perplexities: dict[str, list[float]], **fields: Any) -> ReportView:
+    return told(trials_of(perplexities), **fields)
 
 
-def test_the_papers_search_table_reads_as_the_reference_states() -> None:
-    comparison = compare(FD, ELD)
-    assert comparison is not None
-    assert comparison_line(comparison) == (
-        "6.9 % [4.2, 11.2] against 2.9 % [1.3, 6.1]; p = 0.068; difference 4.0 points [−0.3, 8.6]"
-    )
+def row(report: ReportView, arm: str) -> ArmReport:
+    return next(row for row in report.arms if row.arm == arm)
 
 
-def test_no_p_reads_as_zero() -> None:
-    comparison = compare(Proportion(20, 20), Proportion(0, 20))
-    assert comparison is not None
-    assert "; p < 0.001; " in comparison_line(comparison)
+def compared(report: ReportView, first: str = "fd", second: str = "eld") -> Comparison:
+    return next(c for c in report.comparisons if (c.first, c.second) == (first, second))
 
 
-def test_about_450_trials_an_arm_would_settle_the_papers_question() -> None:
-    comparison = compare(FD, ELD)
-    assert comparison is not None
-    assert trials_for_power(comparison) == pytest.approx(450, abs=3)
+# Arms.
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.data())
-def test_fisher_exact_is_scipys(n: int, m: int, draw: st.DataObject) -> None:
-    a, b = draw.draw(st.integers(0, n)), draw.draw(st.integers(0, m))
-    expected = stats.fisher_exact([[a, n - a], [b, m - b]]).pvalue
-    assert fisher_exact(Proportion(a, n), Proportion(b, m)) == pytest.approx(expected, rel=1e-9)
-
-
-@given(st.integers(1, 300), st.data())
-def test_wilson_is_scipys(n: int, draw: st.DataObject) -> None:
-    count = draw.draw(st.integers(0, n))
-    expected = stats.binomtest(count, n).proportion_ci(method="wilson")
-    interval = wilson(count, n)
-    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
-
-
-@given(st.integers(0, 60), st.integers(0, 60))
-def test_the_sign_test_is_scipys_binomial_test(wins: int, losses: int) -> None:
-    expected = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
-    assert sign_test(wins, losses) == pytest.approx(expected, rel=1e-9)
-
-
-@given(st.integers(1, 50), st.integers(1, 50), st.data())
-def test_exchanging_the_arms_turns_newcombes_interval_around(n: int, m: int, draw: st.DataObject) -> None:
-    first = Proportion(draw.draw(st.integers(0, n)), n)
-    second = Proportion(draw.draw(st.integers(0, m)), m)
-    one, other = newcombe(first, second), newcombe(second, first)
-    assert (one.low, one.high) == pytest.approx((-other.high, -other.low))
-
-
-# Rows.
-
-
-def test_a_row_counts_states_and_takes_the_best_of_complete_and_pruned_trials() -> None:
+def test_an_arm_counts_states_and_takes_the_best_of_complete_and_pruned_trials() -> None:
     trials = [
         trial(0, "fd", 300.0),
         trial(2, "fd", 250.0, "PRUNED"),
         trial(4, "fd", 100.0, "FAIL"),
         trial(6, "fd", 90.0, "RUNNING"),
     ]
-    fd = row(build_report(spec(baseline=275), trials), "fd")
-    assert (fd.n, fd.complete, fd.pruned, fd.failed, fd.best) == (3, 1, 1, 1, 250.0)
-    assert fd.beating == Proportion(1, 3)
+    fd = row(told(trials, baseline=275), "fd")
+    assert (fd.n, fd.complete, fd.pruned, fd.failed, fd.best, fd.best_trial) == (3, 1, 1, 1, 250.0, 2)
+    assert fd.beating == proportion(1, 3)
+    assert [point.perplexity for point in fd.expected_best] == pytest.approx([850 / 3, 800 / 3, 250.0]), (
+        "the failed one counts as the worst"
+    )
 
 
 def test_means_are_of_the_lowest_and_absent_where_there_are_too_few() -> None:
     report = report_of({"fd": [float(value) for value in range(20, 9, -1)], "eld": [5.0, 4.0, 3.0, 2.0, 1.5]})
-    assert row(report, "fd").top5_mean == 12.0
-    assert row(report, "fd").top10_mean == 14.5
-    assert row(report, "eld").top5_mean == pytest.approx(3.1)
-    assert row(report, "eld").top10_mean is None
+    fd, eld = row(report, "fd"), row(report, "eld")
+    assert fd.top5 is not None
+    assert fd.top10 is not None
+    assert eld.top5 is not None
+    assert (fd.top5.perplexity, fd.top10.perplexity, eld.top5.perplexity) == (12.0, 14.5, 3.1)
+    assert fd.top5.interval.low < 12.0 < fd.top5.interval.high
+    assert eld.top10 is None
 
 
 def test_a_trial_exactly_as_good_as_the_baseline_does_not_beat_it() -> None:
-    assert row(report_of({"fd": [60.7, 60.6]}, baseline=60.7), "fd").beating == Proportion(1, 2)
+    assert row(report_of({"fd": [60.7, 60.6]}, baseline=60.7), "fd").beating == proportion(1, 2)
 
 
 def test_a_baseline_arm_is_measured_by_its_best_trial_and_is_not_counted_itself() -> None:
@@ -160,8 +113,13 @@ def test_a_baseline_arm_is_measured_by_its_best_trial_and_is_not_counted_itself(
     report = report_of(
         {"a": [10.0, 30.0], "plain": [20.0, 40.0], "b": [15.0, 19.0]}, arms=arms, baseline="plain"
     )
-    assert [row.beating for row in report.rows] == [Proportion(1, 2), None, Proportion(2, 2)]
-    assert report.compared == ("a", "b")
+    assert [row.beating for row in report.arms] == [proportion(1, 2), None, proportion(2, 2)]
+    assert [(c.first, c.second, c.counts is not None) for c in report.comparisons] == [
+        ("a", "plain", False),
+        ("a", "b", True),
+        ("plain", "b", False),
+    ]
+    assert report.baseline == 20.0
     assert "20.00, the best trial of arm plain" in report.caption
 
 
@@ -174,10 +132,8 @@ def test_a_baseline_arm_without_a_result_is_said_to_have_none() -> None:
 @pytest.mark.parametrize("failure_class", ["cancelled", "infrastructure"])
 def test_a_trial_that_had_no_chance_is_left_out_and_said_to_be(failure_class: FailureClass) -> None:
     cancelled = Failure(failure_class=failure_class, message="not its own fault")
-    report = build_report(
-        spec(baseline=50), [trial(0, "fd", 40.0), trial(2, "fd", None, "FAIL", failure=cancelled)]
-    )
-    assert row(report, "fd").beating == Proportion(1, 1)
+    report = told([trial(0, "fd", 40.0), trial(2, "fd", None, "FAIL", failure=cancelled)], baseline=50)
+    assert row(report, "fd").beating == proportion(1, 1)
     assert "Left out, as cancelled or lost with their workers: 1." in report.remarks
 
 
@@ -190,56 +146,182 @@ def test_pairs_are_draws_that_completed_in_both_arms() -> None:
         *(trial(2 * draw + 1, "eld", best) for draw, best in enumerate([11.0, 11.0, 14.0])),
         trial(7, "eld", 1.0, "PRUNED"),
     ]
-    pairs = build_report(spec(), trials).pairs
-    assert pairs is not None
-    assert (pairs.first_wins, pairs.second_wins, pairs.ties) == (1, 1, 1)
+    pairs = compared(told(trials)).pairs
+    assert (pairs.draws, pairs.first_wins, pairs.second_wins, pairs.ties) == (3, 1, 1, 1)
+
+
+BETTER = [60.0 + number for number in range(10)]
+WORSE = [value * 1.02 for value in BETTER]
+
+
+def test_an_arm_that_is_better_on_the_same_draws_is_said_to_be_and_by_how_much() -> None:
+    for arms in ({"fd": BETTER, "eld": WORSE}, {"fd": WORSE, "eld": BETTER}):
+        report = report_of(arms)
+        better, worse = ("fd", "eld") if arms["fd"] is BETTER else ("eld", "fd")
+        comparison = compared(report)
+        assert (comparison.test, comparison.verdict) == ("pairs", "first" if better == "fd" else "second")
+        assert comparison.further is None
+        assert report.conclusion == (
+            f"On the 10 draws that completed in both, {better} is better than {worse}: its perplexity is "
+            "2.0 % lower [2.0, 2.0] (Wilcoxon, p = 0.002). This is about this corpus, model, budget and "
+            "space, and about no other."
+        )
+
+
+def test_draws_that_do_not_settle_it_are_said_not_to_and_how_many_would() -> None:
+    report = report_of({"fd": BETTER, "eld": [*WORSE[:6], *(value * 0.97 for value in BETTER[6:])]})
+    comparison = compared(report)
+    assert comparison.verdict == "open"
+    assert comparison.pairs.draws_for_power is None or comparison.further is not None
+    assert "do not tell fd and eld apart" in report.conclusion
+    assert "is better than" not in report.conclusion
+
+
+def test_the_number_of_further_draws_is_what_is_missing() -> None:
+    second = [value * (1.01 if number % 3 else 0.99) for number, value in enumerate([*BETTER, *BETTER][:11])]
+    comparison = compared(report_of({"fd": [*BETTER, *BETTER][:11], "eld": second}))
+    assert comparison.verdict == "open"
+    assert comparison.pairs.draws_for_power is not None
+    assert comparison.further == comparison.pairs.draws_for_power - 11
+    assert f"about {comparison.further} further draws would" in comparison.sentence
+
+
+def test_the_papers_counts_are_open_and_250_further_trials_an_arm_would_settle_them() -> None:
+    """None of its trials are paired."""
+    trials = [
+        *(trial(n, "fd", 60.0 if n < 14 else 70.0, draw=n) for n in range(203)),
+        *(trial(n, "eld", 60.0 if n < 6 else 70.0, draw=1000 + n) for n in range(208)),
+    ]
+    report = told(trials, baseline=60.7)
+    assert (compared(report).test, compared(report).verdict) == ("counts", "open")
+    assert report.conclusion == (
+        "14 of 203 trials of fd and 6 of 208 trials of eld beat the baseline, which does not tell them apart "
+        "(Fisher's exact test, p = 0.068); if fd's share is as much larger as it looks, about 247 further "
+        "trials of each arm would."
+    )
+
+
+def test_counts_that_settle_it_are_said_to() -> None:
+    trials = [
+        *(trial(n, "fd", 60.0 if n < 9 else 70.0, draw=n) for n in range(10)),
+        *(trial(n, "eld", 70.0, draw=100 + n) for n in range(10)),
+    ]
+    report = told(trials, baseline=60.7)
+    assert compared(report).verdict == "first"
+    assert report.conclusion.startswith(
+        "9 of 10 trials of fd and 0 of 10 trials of eld beat the baseline: fd does so more often "
+        "(Fisher's exact test, p < 0.001). This is about this corpus"
+    )
 
 
 def test_too_few_trials_for_any_claim_are_called_that() -> None:
     report = report_of({"fd": [10.0] * 3, "eld": [30.0] * 3}, baseline=20)
-    assert any("3 against 3 trials are too few for any claim" in remark for remark in report.remarks)
-
-
-def test_enough_trials_are_not_called_too_few() -> None:
-    report = report_of({"fd": [10.0] * 4, "eld": [30.0] * 4}, baseline=20)
-    assert not any("4 trials are too few for any claim" in remark for remark in report.remarks)
-
-
-def test_a_difference_that_may_be_chance_is_not_sold_as_one() -> None:
-    report = report_of(
-        {"fd": [10.0, 10.0, 30.0, 30.0, 30.0], "eld": [10.0, 30.0, 30.0, 30.0, 30.0]}, baseline=20
+    assert (compared(report).test, compared(report).p, compared(report).verdict) == ("none", None, "too_few")
+    assert report.conclusion == (
+        "3 draws have completed in both fd and eld, 3 and 3 trials have ended: too few for any claim, "
+        "whatever the outcome; six draws are the least."
     )
-    assert any(
-        remark.startswith("By these counts the two arms cannot be told apart") for remark in report.remarks
-    )
+
+
+def test_which_test_decides_depends_on_how_many_trials_there_are_and_not_on_how_they_came_out() -> None:
+    for spread in (1.0, 1.5):
+        few = report_of({"fd": [10.0] * 5, "eld": [10.0 * spread] * 5}, baseline=12)
+        many = report_of({"fd": BETTER, "eld": [value * spread * 1.001 for value in BETTER]}, baseline=62)
+        assert (compared(few).test, compared(many).test) == ("counts", "pairs")
+
+
+def test_several_comparisons_are_corrected_for_their_number() -> None:
+    """p = 0.031 for each of three pairs of arms: a claim for one, none for three."""
+    arms = {"a": {"kappa": 0.1}, "b": {"kappa": 0.2}, "c": {"kappa": 0.3}}
+    values = {"a": BETTER[:6], "b": [v * 1.01 for v in BETTER[:6]], "c": [v * 1.02 for v in BETTER[:6]]}
+    report = report_of(values, arms=arms)
+    assert {c.pairs.p for c in report.comparisons} == {0.03125}
+    assert [c.p for c in report.comparisons] == [0.09375] * 3
+    assert report.conclusion == "Of 3 comparisons of two arms, none tells them apart."
+    alone = report_of({"a": values["a"], "b": values["b"]}, arms={"a": arms["a"], "b": arms["b"]})
+    assert compared(alone, "a", "b").verdict == "first"
+    assert "corrected for 3 comparisons" in compared(report, "a", "b").sentence
+    assert "corrected" not in compared(alone, "a", "b").sentence
+
+
+def test_of_several_comparisons_those_that_settle_something_are_told() -> None:
+    arms = {"a": {"kappa": 0.1}, "b": {"kappa": 0.2}, "c": {"kappa": 0.3}}
+    mixed = [v * (1.03 if n % 2 else 0.97) for n, v in enumerate(WORSE)]
+    report = report_of({"a": BETTER, "b": WORSE, "c": mixed}, arms=arms)
+    assert report.conclusion.startswith("On the 10 draws that completed in both, a is better than b: ")
+    assert "2 of 3 comparisons are open." in report.conclusion
+
+
+def test_a_report_of_nothing_says_so() -> None:
+    assert told([]).conclusion == "No trial has ended yet."
+    alone = told([trial(0, "fd", 60.0)], arms={"fd": {"kappa": 0.1}})
+    assert alone.conclusion == "There is one arm, fd: nothing is compared."
+
+
+def test_a_sweep_that_has_not_ended_is_not_to_be_looked_at_until_it_pleases() -> None:
+    trials = trials_of({"fd": BETTER, "eld": WORSE})
+    assert any("has not ended" in remark for remark in told(trials, "running").remarks)
+    assert not any("has not ended" in remark for remark in told(trials).remarks)
+
+
+def test_trials_that_were_pruned_or_stopped_are_spoken_of() -> None:
+    trials = [trial(0, "fd", 60.0, "PRUNED"), trial(2, "fd", 61.0, stopped=True)]
+    remarks = " ".join(told(trials).remarks)
+    assert "Pruned trials count with the best epoch" in remarks
+    assert "Ended on request, before their time, and counted as they stood: 1." in remarks
 
 
 # Forms.
 
 
 @pytest.fixture
-def report() -> Report:
+def report() -> ReportView:
     return report_of({"fd": [10.0, 30.0], "eld": [25.0, 35.0]}, baseline=20, name="a sweep")
 
 
-def test_markdown_has_a_line_for_each_arm_with_as_many_cells_as_the_head(report: Report) -> None:
+def test_markdown_has_a_line_for_each_arm_with_as_many_cells_as_the_head(report: ReportView) -> None:
     table = [line for line in to_markdown(report).splitlines() if line.startswith("|")]
     assert len(table) == 2 + 2
     assert len({line.count("|") for line in table}) == 1
     assert table[2] == "| fd | 2 | 2 | 0 | 0 | 10.00 | – | – | 1 of 2 |"
 
 
-def test_json_has_the_same_numbers_and_no_bare_infinity(report: Report) -> None:
-    document = json.loads(json.dumps(to_json(report), allow_nan=False))
-    assert document["rows"][0]["beating"]["share"] == 0.5
-    assert document["comparison"]["difference"] == 0.5
-    assert document["pairs"]["p"] == 0.5
+def test_markdown_opens_no_tag_no_link_and_no_cell_for_a_name() -> None:
+    hostile = "<img src=x> | [here](http://x) `code` *loud*\n# head"
+    written = to_markdown(report_of({"fd": [10.0]}, name=hostile.replace("\n", " ")))
+    first = written.splitlines()[0]
+    assert first == r"## \<img src=x\> \| [here\](http://x) \`code\` \*loud\* \# head"
+
+
+def test_the_report_has_no_bare_infinity_in_json() -> None:
+    same = report_of({"fd": [1.7e308] * 12, "eld": [60.0] * 12}, baseline=1e308)
+    document = json.loads(json.dumps(same.model_dump(mode="json"), allow_nan=False))
+    assert ReportView.model_validate(document) == same
+
+
+def test_a_loss_that_no_perplexity_has_is_the_largest_there_is() -> None:
+    trials = trials_of({"fd": BETTER, "eld": WORSE})
+    trials[3] = trials[3].model_copy(update={"best_valid_loss": 5000.0, "best_valid_perplexity": None})
+    pairs = compared(told(trials)).pairs
+    assert (pairs.draws, pairs.second_wins) == (10, 1)
+    assert pairs.ratio is not None
+    assert math.isfinite(pairs.ratio)
+
+
+def test_of_many_comparisons_the_first_are_written_out_and_the_others_are_counted() -> None:
+    arms = {f"a{number}": {"kappa": number / 10} for number in range(8)}
+    many = report_of({arm: BETTER for arm in arms}, arms=arms)
+    assert len(many.comparisons) == 28
+    assert sum(", on the same draws: " in line for line in lines(many)) == 12
+    assert "16 more comparisons are in the report as JSON." in list(lines(many))
 
 
 def test_the_papers_table_fits_into_80_columns() -> None:
     report = report_of({"fd": [60.0] * 14 + [1061.25] * 189, "eld": [60.0] * 6 + [61.0] * 202}, baseline=60.7)
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(to_rich(report), soft_wrap=True)
-    table = console.export_text().partition("Validation")[0]
-    assert " fd 203 203 0 0 60.00 60.00 60.00 14 of 203 " in " ".join(table.split()) + " "
-    assert max(map(len, table.splitlines())) <= 80
+    printed = console.export_text().splitlines()
+    table = [line for line in printed if line.startswith((" arm", " fd", " eld"))]
+    assert len(table) == 3
+    assert " fd 203 203 0 0 60.00 60.00 60.00 14 of 203 " in " ".join(" ".join(table).split()) + " "
+    assert max(map(len, table)) <= 80

@@ -44,7 +44,7 @@ from service.reproduction import (
 from service.running import Signals, _without_settings
 from service.schemas import EpochView, SweepView, TrialCounts
 from tests.played_service import played_service
-from tests.test_report import trial
+from tests.test_report import AS_OF, trial
 from trials.corpora import PUBLISHED, SPLITS, Corpus, Split, Vocabulary
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
@@ -254,7 +254,7 @@ def reproduction(name: str, scale: Scale, measured: tuple[Measured, ...], **fiel
         for number in range(spec.budget.trials)
     )
     values = {"corpus": "corpus sotu", "trials": trials, "measured": measured, "curves": (), **fields}
-    return Reproduction(TABLES[name], scale, spec, **{"differs": (), **values})
+    return Reproduction(TABLES[name], scale, "s1", AS_OF, spec, **{"differs": (), **values})
 
 
 def measured_everywhere(name: str, scale: Scale) -> tuple[Measured, ...]:
@@ -299,8 +299,8 @@ def test_the_search_has_the_whole_report_and_the_papers_rows() -> None:
     result = reproduction("fd-vs-eld", "paper", ())
     written, document = table_markdown(result), table_json(result)
     assert "| Fraternal dropout | 59.4 | 59.6 | 59.9 | 14 of 203 |" in written
-    assert "sign test" in written
-    assert document["report"]["comparison"]["p"] == 1.0
+    assert "too few for any claim" in written
+    assert document["report"]["comparisons"][0]["counts"]["p"] == 1.0
 
 
 def test_a_search_without_a_baseline_says_how_to_get_one() -> None:

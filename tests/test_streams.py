@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import service.streams
+from service.accepting import preferred
 from service.client import ApiError, FraternalClient, ServiceUnreachable
 from service.database import open_engine
 from service.event_log import write_event
-from service.event_routes import prefers_json
+from service.event_routes import FORMS
 from service.events import OtherEvent, read_event
 from service.records import Records, SweepJournal
 from tests.fakes import spec
@@ -297,7 +298,7 @@ def test_head_opens_no_stream(client: httpx.Client, held: str) -> None:
     ],
 )
 def test_a_page_is_for_who_asks_for_json_by_name(accept: str, page: bool) -> None:
-    assert prefers_json(accept) is page
+    assert (preferred(accept, FORMS) == "application/json") is page
 
 
 # The end, and what is in between.

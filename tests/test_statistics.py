@@ -1,0 +1,220 @@
+"""The statistics of reports, against the paper's line, against counting by hand, and against simulation."""
+
+import itertools
+import math
+from statistics import fmean, median
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from service.report_schemas import Interval
+from service.report_texts import counts_line
+from service.statistics import (
+    compare_counts,
+    compare_pairs,
+    expected_best,
+    fisher_exact,
+    holm,
+    newcombe,
+    proportion,
+    top_mean,
+)
+
+FD, ELD = proportion(14, 203), proportion(6, 208)
+LOSSES = st.lists(st.floats(1, 9, allow_subnormal=False), min_size=1, max_size=12)
+
+
+def test_the_papers_search_table_reads_as_the_reference_states() -> None:
+    assert counts_line(compare_counts(FD, ELD)) == (
+        "6.9 % [4.2, 11.2] against 2.9 % [1.3, 6.1]; p = 0.068; difference 4.0 points [−0.3, 8.6]"
+    )
+
+
+def test_about_450_trials_an_arm_would_settle_the_papers_question() -> None:
+    assert compare_counts(FD, ELD).trials_for_power == pytest.approx(450, abs=3)
+
+
+def test_no_p_reads_as_zero() -> None:
+    assert "; p < 0.001; " in counts_line(compare_counts(proportion(20, 20), proportion(0, 20)))
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.data())
+def test_fisher_exact_is_the_probability_of_all_tables_no_likelier(
+    n: int, m: int, data: st.DataObject
+) -> None:
+    a, b = data.draw(st.integers(0, n)), data.draw(st.integers(0, m))
+    ways = {k: math.comb(n, k) * math.comb(m, a + b - k) for k in range(max(0, a + b - m), min(a + b, n) + 1)}
+    expected = sum(way for way in ways.values() if way <= ways[a]) / math.comb(n + m, a + b)
+    assert fisher_exact(proportion(a, n), proportion(b, m)) == pytest.approx(expected, rel=1e-9)
+
+
+@given(st.integers(1, 300), st.data())
+def test_wilson_solves_its_quadratic(n: int, data: st.DataObject) -> None:
+    """Its ends are the shares whose score test of the observed one has p = 0.05 exactly."""
+    count = data.draw(st.integers(0, n))
+    found = proportion(count, n)
+    for end in {found.interval.low, found.interval.high} - {0.0, 1.0}:
+        z = (found.share - end) / math.sqrt(end * (1 - end) / n)
+        assert abs(z) == pytest.approx(1.959964, rel=1e-4)
+    assert found.interval.low <= found.share <= found.interval.high
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.data())
+def test_exchanging_the_arms_turns_newcombes_interval_around(n: int, m: int, data: st.DataObject) -> None:
+    first = proportion(data.draw(st.integers(0, n)), n)
+    second = proportion(data.draw(st.integers(0, m)), m)
+    one, other = newcombe(first, second), newcombe(second, first)
+    assert (one.low, one.high) == pytest.approx((-other.high, -other.low))
+
+
+@pytest.mark.parametrize(("n", "could"), [(3, False), (4, True)])
+def test_counts_that_no_outcome_could_tell_apart_are_known(n: int, could: bool) -> None:
+    assert compare_counts(proportion(1, n), proportion(0, n)).could_differ is could
+
+
+# Pairs.
+
+
+def test_wilcoxon_counts_signed_ranks_by_hand() -> None:
+    """Ranks 1 to 6, of which the second wins rank 1 alone: 2 (P(W ≤ 1)) = 2 · 2/64."""
+    first = [1.0, 1.0, 1.0, 1.0, 1.0, 1.01]
+    second = [1.2, 1.3, 1.4, 1.5, 1.6, 1.0]
+    found = compare_pairs(first, second)
+    assert found.p == pytest.approx(4 / 64)
+    assert (found.first_wins, found.second_wins, found.ties, found.draws) == (5, 1, 0, 6)
+
+
+@settings(deadline=None, max_examples=30)
+@given(LOSSES, st.data())
+def test_exchanging_the_arms_turns_all_of_the_pairs_around(first: list[float], data: st.DataObject) -> None:
+    second = data.draw(st.lists(st.floats(1, 9), min_size=len(first), max_size=len(first)))
+    one, other = compare_pairs(first, second), compare_pairs(second, first)
+    assert one.p == pytest.approx(other.p)
+    assert (one.first_wins, one.second_wins, one.ties) == (other.second_wins, other.first_wins, other.ties)
+    assert one.ratio == pytest.approx(1 / other.ratio)
+    assert one.draws_for_power == other.draws_for_power
+    if one.interval is not None and other.interval is not None:
+        assert one.interval.low == pytest.approx(1 / other.interval.high)
+
+
+@settings(deadline=None, max_examples=30)  # scipy goes through all signs where there are ties
+@given(LOSSES, st.floats(-0.5, 0.5))
+def test_a_constant_difference_is_the_ratio_of_the_perplexities(losses: list[float], shift: float) -> None:
+    found = compare_pairs([loss + shift for loss in losses], losses)
+    assert found.ratio == pytest.approx(math.exp(shift), rel=1e-6)
+
+
+def test_ties_say_nothing() -> None:
+    tied = compare_pairs([4.0] * 9, [4.0] * 9)
+    assert (tied.ties, tied.p, tied.could_differ, tied.ratio, tied.draws_for_power) == (
+        9,
+        1.0,
+        False,
+        1.0,
+        None,
+    )
+    none = compare_pairs([], [])
+    assert (none.draws, none.p, none.could_differ, none.ratio, none.interval) == (0, 1.0, False, None, None)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_six_draws_are_the_fewest_that_can_say_anything(n: int) -> None:
+    found = compare_pairs([4.0 - i / 100 for i in range(n)], [5.0] * n)
+    assert found.could_differ is (found.p < 0.05) is (n >= 6)
+
+
+def test_the_interval_of_the_shift_belongs_to_the_test() -> None:
+    """Moving the first arm to just inside of the interval's end leaves p above 5 %, just outside below it."""
+    generator = np.random.default_rng(1)
+    second = generator.normal(4.5, 0.1, 40)
+    first = second - 0.03 + generator.normal(0, 0.08, 40)
+    interval = compare_pairs(first, second).interval
+    assert interval is not None
+    for end, outward in ((interval.low, -1), (interval.high, 1)):
+        for moved, significant in ((0.004, True), (-0.004, False)):
+            at = first - (math.log(end) + outward * moved)
+            assert bool(stats.wilcoxon(at - second).pvalue < 0.05) is significant
+
+
+def test_the_draws_that_are_asked_for_find_the_difference_at_least_four_times_in_five() -> None:
+    generator = np.random.default_rng(2)
+    pilot = generator.normal(0.05, 0.1, 4000)
+    needed = compare_pairs(pilot, np.zeros(4000)).draws_for_power
+    assert needed is not None
+    found = [stats.wilcoxon(generator.normal(0.05, 0.1, needed)).pvalue < 0.05 for _ in range(1500)]
+    assert 0.78 <= fmean(found) <= 0.9, "Noether's number is a little on the safe side"
+
+
+@given(st.lists(st.floats(0, 1), max_size=8))
+def test_holm_corrects_as_its_definition_says(ps: list[float]) -> None:
+    found = holm(ps)
+    for p, corrected in zip(ps, found, strict=True):
+        smaller = [other for other in ps if other <= p]
+        assert p <= corrected <= 1
+        expected = max((sum(x >= other for x in ps)) * other for other in smaller)
+        assert corrected == pytest.approx(min(1.0, expected))
+
+
+def test_one_test_is_not_corrected() -> None:
+    assert holm([0.04]) == [0.04]
+
+
+# The best of many.
+
+
+@given(st.lists(st.floats(20, 2000), min_size=1, max_size=7))
+def test_the_expected_best_is_the_mean_over_every_choice(perplexities: list[float]) -> None:
+    for point in expected_best(perplexities):
+        choices = itertools.combinations(perplexities, point.trials)
+        assert point.perplexity == pytest.approx(fmean(map(min, choices)))
+
+
+@settings(max_examples=25)
+@given(st.lists(st.floats(20, 2000), min_size=2, max_size=300))
+def test_the_expected_best_falls_from_the_mean_to_the_best(perplexities: list[float]) -> None:
+    curve = expected_best(perplexities)
+    assert (curve[0].trials, curve[-1].trials) == (1, len(perplexities))
+    assert curve[0].perplexity == pytest.approx(fmean(perplexities))
+    assert curve[-1].perplexity == pytest.approx(min(perplexities))
+    assert all(a.perplexity >= b.perplexity - 1e-9 for a, b in itertools.pairwise(curve))
+    assert all(point.interval.low <= point.interval.high for point in curve)
+    assert len(curve) <= 40
+
+
+def test_the_band_of_the_first_trial_is_that_of_a_mean() -> None:
+    perplexities = np.random.default_rng(3).normal(70, 4, 200)
+    first = expected_best(perplexities.tolist())[0]
+    half = 1.96 * perplexities.std() / math.sqrt(200)
+    assert first.interval.low == pytest.approx(perplexities.mean() - half, abs=0.15)
+    assert first.interval.high == pytest.approx(perplexities.mean() + half, abs=0.15)
+
+
+def test_no_trial_has_no_curve() -> None:
+    assert expected_best([]) == []
+
+
+def test_the_top_mean_is_of_the_lowest_and_its_interval_says_what_resamples_do() -> None:
+    perplexities = [60.0 + number for number in range(40)]
+    assert top_mean(perplexities[:4], 5) is None
+    found = top_mean(perplexities, 5)
+    assert found is not None
+    assert found[0] == 62.0
+    generator = np.random.default_rng(9)
+    resampled = [fmean(sorted(generator.choice(perplexities, 40))[:5]) for _ in range(4000)]
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    assert found[1].low == pytest.approx(low, abs=0.3)
+    assert found[1].high == pytest.approx(high, abs=0.6)
+    assert median(resampled) > found[0], "no resample has a better trial than the best one"
+
+
+def test_equal_trials_have_no_spread() -> None:
+    assert top_mean([60.0] * 7, 5) == (60.0, Interval(low=60.0, high=60.0))
+
+
+def test_the_same_trials_say_the_same_twice() -> None:
+    perplexities = [60.0 + number**0.5 for number in range(30)]
+    assert expected_best(perplexities) == expected_best(perplexities)
+    assert top_mean(perplexities, 10) == top_mean(perplexities, 10)
