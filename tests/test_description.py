@@ -142,9 +142,8 @@ def test_examples_are_what_the_models_read_and_write() -> None:
 
 
 def model_named(name: str) -> Any:
-    return next(
-        getattr(module, name) for module in (schemas, report_schemas, webhook_schemas, events) if hasattr(module, name)
-    )
+    modules = (schemas, report_schemas, webhook_schemas, events)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def test_every_link_leads_to_an_operation_with_all_that_its_path_takes(description: Any) -> None:
