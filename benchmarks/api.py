@@ -176,6 +176,7 @@ def requests_of(ids: list[str], trials: int) -> dict[str, Callable[[int], Reques
             "/v1/sweeps/{sweep}/trials?arm=fd&order_by=best_valid_perplexity"
         ),
         "GET …/trials/{number}": get("/v1/sweeps/{sweep}/trials/{number}"),
+        "GET …/report": get("/v1/sweeps/{sweep}/report"),
         "GET …/best": get("/v1/sweeps/{sweep}/best"),
         "GET …/points": get("/v1/sweeps/{sweep}/points"),
         "GET …/points/{point_id}": lambda n: (

@@ -31,6 +31,8 @@ WIDTH, HEIGHT = 5.2, 3.2
 """Inches."""
 MOST_POINTS = 60
 """Of one trial's curve: more cannot be told apart, and make the page heavy."""
+MOST_DRAWN = 1000
+"""Trials."""
 MOST_THIN = 250
 """Trials that have a line of their own in a picture of all."""
 FEWEST_TO_SMOOTH = 8
@@ -76,7 +78,16 @@ class Story:
     report: ReportView
     trials: Sequence[TrialView]
     epochs: Sequence[Epoch]
-    """By trial and epoch."""
+    """By trial and epoch; of the trials that are drawn."""
+
+    @property
+    def every(self) -> int:
+        """Of more than MOST_DRAWN trials every so-manieth is drawn, by number."""
+        return every_of(len(self.trials))
+
+    @property
+    def drawn(self) -> list[TrialView]:
+        return [trial for trial in self.trials if trial.number % self.every == 0]
 
     @property
     def looks(self) -> Mapping[str, tuple[str, str]]:
@@ -101,6 +112,10 @@ class Picture:
     caption: str
 
 
+def every_of(trials: int) -> int:
+    return max(1, math.ceil(trials / MOST_DRAWN))
+
+
 def draw_all(story: Story) -> Iterator[Picture]:
     """Whatever there is to see."""
     with matplotlib.rc_context(STYLE):
@@ -119,7 +134,7 @@ def learning_curves(story: Story) -> Picture | None:
         return None
     figure, axes = _figure()
     for arm, (colour, dashes) in story.looks.items():
-        mine = [curves[trial.number] for trial in story.trials if trial.arm == arm and trial.number in curves]
+        mine = [curves[trial.number] for trial in story.drawn if trial.arm == arm and trial.number in curves]
         for curve in mine[:MOST_THIN]:
             _plot(axes, _thinned(curve), colour, "-", linewidth=0.5, alpha=0.3)
         if mine:
@@ -324,7 +339,7 @@ def importance(story: Story) -> Picture | None:
 
 
 def timeline(story: Story) -> Picture | None:
-    begun = [trial for trial in story.trials if trial.started_at is not None]
+    begun = [trial for trial in story.drawn if trial.started_at is not None]
     if not begun:
         return None
     start = min(trial.started_at for trial in begun if trial.started_at is not None)
@@ -380,6 +395,7 @@ def use(story: Story) -> Picture | None:
         inside = np.clip(np.minimum(ended, edges[1:]) - np.maximum(begun, edges[:-1]), 0, None)
         busy += inside / (edges[1] - edges[0])
         tokens += inside / (ended - begun) * trained / (edges[1] - edges[0])
+    busy, tokens = busy * story.every, tokens * story.every
     resources = story.spec.resources
     what, each = ("GPUs", resources.gpus) if resources.gpus else ("cores", resources.cpus)
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
@@ -390,12 +406,13 @@ def use(story: Story) -> Picture | None:
     lower.fill_between(at, tokens, step="post", color=COLOURS[2], alpha=0.5, linewidth=0)
     lower.set(ylabel="trained tokens/s", xlabel=f"{unit} since the first epoch began", ylim=(0, None))
     lower.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
-    hours = f"{sum(ended - begun for begun, ended, _ in spans) * each / 3600:.2f} {what[:-1]}-hours"
+    seconds, trained = (sum(of) * story.every for of in zip(*((e - b, t) for b, e, t in spans), strict=True))
+    hours = f"{seconds * each / 3600:.2f} {what[:-1]}-hours"
     share = f"{each:g} {what if each != 1 else what[:-1]}"
     return _picture(
         figure,
         f"What of the {'GPUs' if resources.gpus else 'cores'} was used",
-        f"{hours} of training and validation, {sum(span[2] for span in spans):,} tokens.",
+        f"{hours} of training and validation, {trained:,} tokens.",
         f"By the epochs on record: each trial has {share} while it trains or validates. In all {hours}.",
     )
 
@@ -485,7 +502,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 def _scored(story: Story) -> list[TrialView]:
     return [
         trial
-        for trial in story.trials
+        for trial in story.drawn
         if trial.state in {"COMPLETE", "PRUNED"} and trial.best_valid_perplexity is not None
     ]
 

@@ -433,10 +433,10 @@ class Records:
             names = tuple(found.keys())
             return [dict(zip(names, row, strict=True)) for row in found.all()]
 
-    def epochs_of(self, sweep_id: str) -> Sequence[Any]:
-        """What the pictures of a report take of every epoch, by trial and epoch."""
+    def epochs_of(self, sweep_id: str, every: int) -> Sequence[Any]:
+        """What the pictures of a report take of each epoch of every so-manieth trial, by trial and epoch."""
         with self.engine.connect() as connection:
-            return connection.execute(_EPOCHS, {"sweep_id": sweep_id}).all()
+            return connection.execute(_EPOCHS, {"sweep_id": sweep_id, "every": every}).all()
 
     def pinned(self, sweep_id: str) -> set[int]:
         """Numbers of the trials whose best checkpoints stay."""
@@ -676,7 +676,7 @@ _EPOCHS = (
         epochs.c.seconds,
         epochs.c.tokens,
     )
-    .where(epochs.c.sweep_id == bindparam("sweep_id"))
+    .where(epochs.c.sweep_id == bindparam("sweep_id"), epochs.c.number % bindparam("every") == 0)
     .order_by(epochs.c.number, epochs.c.epoch)
 )
 _NEWEST = (

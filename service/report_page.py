@@ -16,7 +16,7 @@ from optuna.storages import get_storage
 from service.database import now, open_engine, utc
 from service.errors import SweepNotFound, UnreadableSpec, UnreadableStudy
 from service.html import rendered, style
-from service.pictures import Epoch, Picture, Story, draw_all
+from service.pictures import Epoch, Picture, Story, draw_all, every_of
 from service.progress import duration
 from service.records import Records
 from service.report import build_report
@@ -41,6 +41,7 @@ def write_page(story: Story, sweep: SweepView, pictures: Sequence[Picture]) -> s
         colours={arm: look[0] for arm, look in story.looks.items()},
         best=best_of(story.trials),
         pictures=pictures,
+        every=story.every,
         spec=json.dumps(story.spec.model_dump(mode="json"), indent=2, ensure_ascii=False),
         version=own_version(),
         most=MOST_COMPARISONS,
@@ -67,7 +68,7 @@ def read_story(records: Records, views: SweepViews, sweep_id: str) -> tuple[Stor
             seconds=row.seconds,
             tokens=row.tokens,
         )
-        for row in records.epochs_of(sweep_id)
+        for row in records.epochs_of(sweep_id, every_of(len(trials)))
     ]
     return Story(record.spec, report, trials, epochs), views.sweep(record)
 

@@ -16,6 +16,13 @@ LEVEL = 0.95
 SIGNIFICANT = 0.05
 POWER = 0.8
 RESAMPLES = 2000
+FEWEST_RESAMPLES = 200
+MOST_DRAWN = 4_000_000
+"""Trials in all resamples of an arm: of arms of thousands there are fewer resamples."""
+AT_ONCE = 500_000
+"""Of these, in memory."""
+MOST_PAIRS = 1500
+"""That are compared with each other: of more draws, so many, evenly chosen."""
 SEED = 0
 """Of the bootstrap: a report that is asked for twice says the same twice."""
 MOST_POINTS = 40
@@ -97,7 +104,7 @@ def compare_pairs(first: Sequence[float], second: Sequence[float]) -> Pairs:
     differences = np.where(np.abs(differences) < NEAR, 0.0, differences)
     decided = differences[differences != 0]
     wins, losses = int((differences < 0).sum()), int((differences > 0).sum())
-    shift, interval = _hodges_lehmann(differences)
+    shift, interval = _hodges_lehmann(_chosen(differences))
     return Pairs(
         draws=len(differences),
         first_wins=wins,
@@ -107,12 +114,19 @@ def compare_pairs(first: Sequence[float], second: Sequence[float]) -> Pairs:
         could_differ=2 * 0.5 ** len(decided) < SIGNIFICANT,
         ratio=None if shift is None else math.exp(shift),
         interval=interval,
-        draws_for_power=_draws_for_power(decided),
+        draws_for_power=_draws_for_power(_chosen(decided)),
     )
 
 
 def _wilcoxon(decided: np.ndarray) -> float:
     return 1.0 if decided.size == 0 else float(stats.wilcoxon(decided).pvalue)
+
+
+def _chosen(differences: np.ndarray) -> np.ndarray:
+    if len(differences) <= MOST_PAIRS:
+        return differences
+    chosen: np.ndarray = differences[np.linspace(0, len(differences) - 1, MOST_PAIRS).astype(int)]
+    return chosen
 
 
 def _walsh(differences: np.ndarray) -> np.ndarray:
@@ -176,13 +190,18 @@ def top_mean(perplexities: Sequence[float], k: int) -> tuple[float, Interval] | 
     found = stats.bootstrap(
         (values,),
         partial(_mean_of_lowest, k),
-        n_resamples=RESAMPLES,
+        n_resamples=_resamples(len(values)),
+        batch=max(1, AT_ONCE // len(values)),
         vectorized=True,
         confidence_level=LEVEL,
         method="percentile",
         rng=np.random.default_rng(SEED),
     ).confidence_interval
     return mean, Interval(low=float(found.low), high=float(found.high))
+
+
+def _resamples(n: int) -> int:
+    return max(FEWEST_RESAMPLES, min(RESAMPLES, MOST_DRAWN // n))
 
 
 def _mean_of_lowest(k: int, values: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -203,10 +222,13 @@ def expected_best(perplexities: Sequence[float]) -> list[ExpectedBest]:
     sizes = np.unique(np.geomspace(1, n, min(n, MOST_POINTS)).round().astype(int))
     weights_NM = _chances_to_be_best(n, sizes)
     values = np.sort(np.asarray(perplexities, dtype=float))
-    resamples = np.random.default_rng(SEED).choice(values, (RESAMPLES, n))
-    curves = np.sort(resamples, axis=1) @ weights_NM
+    generator, left, curves = np.random.default_rng(SEED), _resamples(n), []
+    while left > 0:
+        rows = min(left, max(1, AT_ONCE // n))
+        curves.append(np.sort(generator.choice(values, (rows, n)), axis=1) @ weights_NM)
+        left -= rows
     tail = (1 - LEVEL) / 2
-    low, high = np.quantile(curves, [tail, 1 - tail], axis=0)
+    low, high = np.quantile(np.concatenate(curves), [tail, 1 - tail], axis=0)
     return [
         ExpectedBest(trials=int(m), perplexity=float(mean), interval=Interval(low=float(a), high=float(b)))
         for m, mean, a, b in zip(sizes, values @ weights_NM, low, high, strict=True)

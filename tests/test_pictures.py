@@ -119,6 +119,17 @@ def test_what_was_used_adds_up() -> None:
     assert f"{12 * 5 * 90_000:,} tokens" in picture.alternative
 
 
+def test_of_thousands_of_trials_some_are_drawn_and_use_still_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = story(trials=30, epochs=5, pruned=0.0)
+    monkeypatch.setattr("service.pictures.MOST_DRAWN", 10)
+    assert [trial.number for trial in told.drawn] == list(range(0, 30, 3))
+    some = replace(told, epochs=[epoch for epoch in told.epochs if epoch.number % 3 == 0])
+    assert drawn(some) == TITLES
+    picture = use(some)
+    assert picture is not None
+    assert f"{30 * 5 * 90_000:,} tokens" in picture.alternative
+
+
 def test_the_parameter_that_matters_is_found_to() -> None:
     told = story(trials=96, pruned=0.0)
     found = find_importances(told.spec, told.trials)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tracemalloc
 from statistics import fmean, median
 
 import numpy as np
@@ -22,6 +23,7 @@ from service.statistics import (
     proportion,
     top_mean,
 )
+from trials.spec import MOST_TRIALS
 
 FD, ELD = proportion(14, 203), proportion(6, 208)
 LOSSES = st.lists(st.floats(1, 9, allow_subnormal=False), min_size=1, max_size=12)
@@ -190,6 +192,24 @@ def test_the_band_of_the_first_trial_is_that_of_a_mean() -> None:
     half = 1.96 * perplexities.std() / math.sqrt(200)
     assert first.interval.low == pytest.approx(perplexities.mean() - half, abs=0.15)
     assert first.interval.high == pytest.approx(perplexities.mean() + half, abs=0.15)
+
+
+def test_the_largest_sweep_there_can_be_takes_little_memory() -> None:
+    """Of two arms: 50,000 trials each."""
+    generator = np.random.default_rng(4)
+    first, second = generator.normal(4.5, 0.1, (2, MOST_TRIALS // 2))
+    tracemalloc.start()
+    try:
+        pairs = compare_pairs(first, second - 0.01)
+        curve, mean = expected_best(np.exp(first).tolist()), top_mean(np.exp(first).tolist(), 5)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 64 * 2**20
+    assert pairs.ratio == pytest.approx(math.exp(0.01), abs=0.005)
+    assert curve[-1].perplexity == pytest.approx(math.exp(first.min()))
+    assert mean is not None
+    assert mean[0] == pytest.approx(np.exp(np.sort(first)[:5]).mean())
 
 
 def test_no_trial_has_no_curve() -> None:
