@@ -186,6 +186,7 @@ def requests_of(ids: list[str], trials: int) -> dict[str, Callable[[int], Reques
         ),
         "GET …/events": get("/v1/sweeps/{sweep}/events"),
         "GET /v1/webhooks": get("/v1/webhooks"),
+        "GET /, the home page": get("/"),
         "GET /healthz": get("/healthz"),
         "GET /readyz": get("/readyz"),
         "GET /metrics": get("/metrics"),

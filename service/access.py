@@ -28,6 +28,7 @@ from service.errors import (
     NotSignedIn,
     ServiceError,
 )
+from service.own_pages import problem_page
 from service.problems import refusal
 from service.rates import Rates
 from service.tokens import Holders, Token, Tokens
@@ -36,14 +37,15 @@ from service.turns import admits
 
 COOKIE = "fraternal_session"
 NEEDED: tuple[tuple[str, str, TokenScope | None], ...] = (
-    (r"/healthz|/readyz|/sign-in|/sign-out|/favicon\.ico", r".*", None),
+    (r"/healthz|/readyz|/sign-in|/sign-out|/favicon\.ico|/assets/[^/\s]+", r".*", None),
     (r"/v1/(.*/)?(webhooks|tokens)\b.*", r".*", "admin"),
     (r".*", r"GET|HEAD|OPTIONS", "read"),
     (r".*", r".*", "write"),
 )
-"""Path, method, and the scope that they need; the first line that fits counts. Probes have no token."""
-PAGES = re.compile(r"/|/docs|/dashboard(/.*)?")
-"""What a person opens: without a token, they are led to the sign-in."""
+"""Path, method, and the scope that they need; the first line that fits counts. Probes have no token, and the
+looks of a page that says what is wrong are no secret."""
+PAGES = re.compile(r"GET (/|/cancel|/docs|/dashboard(/.*)?)|POST /ask")
+"""What a person opens, or sends: without a token, they are led to the sign-in; errors are pages, too."""
 AWAY = "who may ask cannot be looked up: the database does not answer"
 FRESH_S = 1.0
 """What the tables say is believed for so long: a revoked token is refused after at most that."""
@@ -131,7 +133,8 @@ class Gate:
 
 
 class Access:
-    """Lets requests through; `request.state.owner` is the id of their token, empty where none is needed."""
+    """Lets requests through; `request.state.asker` is their token, or None where none is needed, and
+    `owner` its id, or empty."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app, self._gate = app, gate
@@ -147,6 +150,7 @@ class Access:
             await _refuse(request, error)(scope, receive, send)
             return
         request.state.owner = token.id if token is not None else ""
+        request.state.asker = token
         await self._app(scope, receive, self._while_admitted(request, send))
 
     def _while_admitted(self, request: Request, send: Send) -> Send:
@@ -225,9 +229,9 @@ def address_of(request: Request) -> str:
 
 
 def opens_a_page(request: Request) -> bool:
-    """Whether a person has opened it in a browser."""
+    """Whether a person has opened it in a browser, or sent a form of ours."""
     wants_page = "text/html" in request.headers.get("accept", "")
-    return request.method == "GET" and wants_page and PAGES.fullmatch(request.scope["path"]) is not None
+    return wants_page and PAGES.fullmatch(f"{request.method} {request.scope['path']}") is not None
 
 
 def described(description: dict[str, Any]) -> dict[str, Any]:
@@ -256,9 +260,11 @@ def _refuse(request: Request, error: ServiceError) -> Response:
     path = request.scope["path"]
     if isinstance(error, NotSignedIn) and opens_a_page(request):
         query = request.url.query
-        there = urlencode({"next": f"{path}?{query}" if query else path})
+        here = f"{path}?{query}" if query else path
+        there = urlencode({"next": here if request.method == "GET" else "/"})
         return RedirectResponse(f"/sign-in?{there}", HTTPStatus.SEE_OTHER)
-    return refusal(error, path, headers=refusal_headers(error))
+    refused = refusal(error, path, headers=refusal_headers(error))
+    return problem_page(refused) if opens_a_page(request) else refused
 
 
 def refusal_headers(error: ServiceError) -> dict[str, str]:

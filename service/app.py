@@ -15,8 +15,10 @@ from service.bodies import BodyGate, require_json
 from service.dashboard import dashboard_routes
 from service.description import CONTACT, LICENSE, SERVERS, TAGS, completed, operation_id
 from service.event_log import EventLog
+from service.home import Rows
 from service.idempotency import Idempotency
 from service.launcher import Launcher, owner_of
+from service.live import LiveList
 from service.metrics import Metrics
 from service.origins import OwnOrigin, SecurityHeaders
 from service.rates import Rates
@@ -87,6 +89,8 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     app.state.events = EventLog(records.engine)
     app.state.webhooks = webhooks
     app.state.streams = Streams(app.state.events, controller.look, settings.max_streams)
+    app.state.live = LiveList(records, controller.views)
+    app.state.rows = Rows()
     app.state.idempotency = Idempotency(records.engine)
     for router in routers.ALL:
         app.include_router(router)

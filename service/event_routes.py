@@ -85,7 +85,7 @@ def watch_events(
         return _page(look.events[:limit], cursor, has_more=len(look.events) > limit)
     if named and not look.events and look.state in TERMINAL_STATES:
         return Response(status_code=204)
-    return EventStream(streams, sweep_id, cursor)
+    return EventStream(streams, streams.of_sweep(sweep_id), cursor)
 
 
 def _cursor(log: EventLog, sweep_id: str, name: str, written: str | None) -> int:

@@ -12,14 +12,15 @@ from service.origins import NO_FRAMES
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Of all templates; whoever has filters for some of them adds these."""
     return Environment(
         loader=PackageLoader("service"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
 
 
 def rendered(template: str, **values: Any) -> str:
-    return _environment().get_template(template).render(**values)
+    return environment().get_template(template).render(**values)
 
 
 @cache

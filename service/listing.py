@@ -9,8 +9,9 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import ColumnElement
 from sqlalchemy.sql.functions import FunctionElement
 
+from service.lifecycle import MOVING
 from service.pages import Key, SweepQuery
-from service.tables import sweeps
+from service.tables import events, sweeps
 
 STAMP = (sweeps.c.id, sweeps.c.generation, sweeps.c.state, sweeps.c.revision)
 
@@ -38,6 +39,13 @@ def page_of_sweeps(connection: Connection, asked: SweepQuery) -> tuple[Sequence[
     last = shown[-1].key
     at = last.isoformat() if isinstance(last, datetime) else last
     return shown, page.token_after((at, shown[-1].position))
+
+
+def marks_of_sweeps(connection: Connection) -> Sequence[Any]:
+    """Of every sweep its stamp and, while it moves, its newest event."""
+    newest = select(func.max(events.c.id)).where(events.c.sweep_id == sweeps.c.id).scalar_subquery()
+    moves = sweeps.c.state.in_(MOVING)
+    return connection.execute(select(*STAMP, case((moves, newest)).label("newest_event"))).all()
 
 
 class _holds_json(FunctionElement[bool]):

@@ -45,7 +45,7 @@ from service.lifecycle import (
     legal_requests,
     legal_words,
 )
-from service.listing import ORDERS, page_of_sweeps
+from service.listing import ORDERS, marks_of_sweeps, page_of_sweeps
 from service.pages import SweepQuery
 from service.tables import epochs, events, leases, points, sweeps, totals, trial_wishes
 from trials.ledger import Fenced, JournalAway, Orders, untold
@@ -65,6 +65,16 @@ class Stamp(NamedTuple):
     generation: int
     state: State
     revision: int
+
+
+class Mark(NamedTuple):
+    """A stamp with, while the sweep moves, the latest that has happened in it."""
+
+    id: str
+    generation: int
+    state: State
+    revision: int
+    newest_event: int | None
 
 
 @dataclass(frozen=True)
@@ -183,6 +193,11 @@ class Records:
         with self.engine.connect() as connection:
             rows, token = page_of_sweeps(connection, asked)
         return [Stamp(*row[: len(Stamp._fields)]) for row in rows], token
+
+    def marks(self) -> list[Mark]:
+        """Of all sweeps."""
+        with self.engine.connect() as connection:
+            return [Mark(*row) for row in marks_of_sweeps(connection)]
 
     def find_sweeps(self, sweep_ids: Collection[str]) -> dict[str, SweepRecord]:
         """Those of them that are there, by id."""

@@ -16,8 +16,10 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, compile_path
 
+from service.access import opens_a_page
 from service.errors import DatabaseAway, InvalidRequest, Problem, ServiceError
 from service.origins import secure
+from service.own_pages import problem_page
 from service.problems import MOST_PROBLEMS, Schema, plain_problem, problem_response, problems_in, refusal
 
 log = logging.getLogger(__name__)
@@ -27,13 +29,29 @@ OF_THE_DATABASE = (OperationalError, InterfaceError, PoolTimeout, StorageInterna
 """What SQLAlchemy and Optuna raise where the database is away, locked or full, whatever was asked of it."""
 
 
+Answer = Callable[[Request, Exception], Response]
+
+
 def answer_errors_as_problems(app: FastAPI) -> None:
-    app.add_exception_handler(ServiceError, _on_service_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid_request)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_crash)
-    for kind in OF_THE_DATABASE:
-        app.add_exception_handler(kind, _on_database_away)
+    answers: dict[type[Exception], Answer] = {
+        ServiceError: _on_service_error,
+        RequestValidationError: _on_invalid_request,
+        HTTPException: _on_http_error,
+        Exception: _on_crash,
+        **dict.fromkeys(OF_THE_DATABASE, _on_database_away),
+    }
+    for kind, answer in answers.items():
+        app.add_exception_handler(kind, _fit_for_the_asker(answer))
+
+
+def _fit_for_the_asker(answer: Answer) -> Answer:
+    """In a page where a person has opened one."""
+
+    def answer_so(request: Request, error: Exception) -> Response:
+        said = answer(request, error)
+        return problem_page(said) if opens_a_page(request) else said
+
+    return answer_so
 
 
 def _on_service_error(request: Request, error: Exception) -> Response:

@@ -2,7 +2,9 @@
 
 from service import event_routes, report_routes, routes, webhook_routes
 from service.docs import docs
+from service.home import home
+from service.own_pages import assets
 from service.sign_in import signing_in
 
 API = (*routes.ROUTERS, event_routes.events, report_routes.reports, webhook_routes.webhooks)
-ALL = (*API, docs, signing_in)
+ALL = (*API, docs, signing_in, home, assets)

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
-from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 from starlette.convertors import Convertor, register_url_convertor
@@ -472,11 +471,6 @@ def metrics(request: Request) -> Response:
     """What Prometheus scrapes: the queue, trials, failures, epochs, drivers, the disk, and these requests."""
     body, content_type = request.app.state.metrics.written(request.headers.get("accept", ""))
     return Response(body, headers={"content-type": content_type})
-
-
-@health.get("/", include_in_schema=False)
-def home() -> RedirectResponse:
-    return RedirectResponse("/dashboard")
 
 
 ROUTERS = (sweeps, trials, health)

@@ -160,6 +160,7 @@ def _stop(process: subprocess.Popen[bytes], mark: str) -> None:
 
 def print_addresses(client: FraternalClient, sweep_id: str, console: Console) -> None:
     console.print(f"sweep      {client.base_url}/v1/sweeps/{sweep_id}", soft_wrap=True)
+    console.print(f"home       {client.base_url}/", soft_wrap=True)
     console.print(f"dashboard  {client.base_url}/dashboard", soft_wrap=True)
 
 

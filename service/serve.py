@@ -156,7 +156,7 @@ def _listening(settings: Settings) -> Iterator[socket.socket]:
 def _announce(settings: Settings, listener: socket.socket) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{listener.getsockname()[1]}"
-    for name, path in (("API", "/v1/sweeps"), ("docs", "/docs"), ("dashboard", "/dashboard")):
+    for name, path in (("API", "/v1/sweeps"), ("home", "/"), ("docs", "/docs"), ("dashboard", "/dashboard")):
         print(f"{name:<11}{url}{path}", flush=True)
     if not settings.on_loopback:
         print("access     by token; nothing is encrypted here: put a proxy with TLS in front", flush=True)

@@ -1,16 +1,19 @@
-"""A sweep's events as server-sent events: one look at the table for all who watch a sweep.
+"""What is new as server-sent events: one look at the database for all who watch the same thing.
 
-A hub, alive while somebody watches its sweep, asks the table for what is new twice a second, writes each
-event out once, and keeps the latest. Every stream has a cursor of its own and reads from there, or from the
-table where the hub does not reach back so far: there are no queues, so a slow client costs what lies in its
-socket. All of this lives in one event loop; only the table is read in threads.
+A hub, alive while somebody watches, looks for what is new twice a second. That of a sweep writes each event
+out once, and keeps the latest. Every stream has a cursor of its own and reads from there, or from the table
+where the hub does not reach back so far: there are no queues, so a slow client costs what lies in its socket.
+All of this lives in one event loop; only the database is read in threads.
 """
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 
 from anyio import CancelScope, CapacityLimiter, move_on_after, to_thread
 from fastapi import HTTPException, Response
@@ -101,29 +104,16 @@ class _Tail:
         return b"".join(self._frames[first:last]), self._ids[last - 1] if last > first else cursor
 
 
-class _Hub:
-    """What is new of one sweep, for all who watch it."""
+class Hub(ABC):
+    """Looks for what is new of one thing, for all who watch it; made in the event loop that they are in."""
 
-    def __init__(
-        self, sweep_id: str, events: EventLog, describe: Callable[[str], SweepView], readers: CapacityLimiter
-    ) -> None:
+    def __init__(self) -> None:
         self.watchers = 0
-        self._sweep_id = sweep_id
-        self._events = events
-        self._describe = describe
-        self._readers = readers
-        self._tail: _Tail | None = None
-        self._end: bytes | None = None
-        """What is sent last, to who has all events, once the sweep is over."""
-        self._deleted = False
-        self._failing = False
         self._waiting: list[asyncio.Future[None]] = []
-        self._pages: dict[int, asyncio.Task[tuple[bytes, int]]] = {}
         self._looking = asyncio.create_task(self._run())
 
     def stop(self) -> None:
-        for task in (self._looking, *self._pages.values()):
-            task.cancel()
+        self._looking.cancel()
 
     async def wait(self) -> None:
         """Until there may be news, or it is time for a heartbeat."""
@@ -131,27 +121,27 @@ class _Hub:
         self._waiting.append(future)
         await future
 
+    @abstractmethod
     async def after(self, cursor: int) -> tuple[bytes, int]:
-        """Some of the events that follow a cursor, and the last one's id; else nothing, and `cursor`."""
-        if self._tail is None or self._deleted:
-            return b"", cursor
-        return self._tail.after(cursor) if cursor >= self._tail.start else await self._page_after(cursor)
+        """Some of what follows a cursor, and the cursor that is behind it; else nothing, and `cursor`."""
+
+    @abstractmethod
+    def has_news_after(self, cursor: int) -> bool: ...
 
     def end_after(self, cursor: int) -> bytes | None:
-        """What is sent last, where nothing else follows a cursor any more."""
-        has_all = self._deleted or (self._tail is not None and cursor >= self._tail.newest)
-        return self._end if has_all else None
+        """What is sent last, where nothing else follows a cursor any more; None as long as more may."""
+        return None
 
-    def has_news_after(self, cursor: int) -> bool:
-        behind = self._tail is not None and cursor < self._tail.newest
-        return behind or self.end_after(cursor) is not None
+    @abstractmethod
+    async def look(self) -> bool:
+        """Whether there is anything new."""
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         woken_at = loop.time()
         while True:
             looked_at = loop.time()
-            if await self._look() or looked_at - woken_at >= HEARTBEAT_S:
+            if await self.look() or looked_at - woken_at >= HEARTBEAT_S:
                 woken_at = looked_at
                 await self._wake()
             await asyncio.sleep(max(POLL_S / 5, looked_at + POLL_S - loop.time()))
@@ -164,8 +154,45 @@ class _Hub:
                     future.set_result(None)
             await asyncio.sleep(PAUSE_BETWEEN_WAKES_S)
 
-    async def _look(self) -> bool:
-        """Whether there is anything new."""
+
+class _SweepHub(Hub):
+    """A sweep's events."""
+
+    def __init__(
+        self, sweep_id: str, events: EventLog, describe: Callable[[str], SweepView], readers: CapacityLimiter
+    ) -> None:
+        self._sweep_id = sweep_id
+        self._events = events
+        self._describe = describe
+        self._readers = readers
+        self._tail: _Tail | None = None
+        self._end: bytes | None = None
+        """What is sent last, to who has all events, once the sweep is over."""
+        self._deleted = False
+        self._failing = False
+        self._pages: dict[int, asyncio.Task[tuple[bytes, int]]] = {}
+        super().__init__()
+
+    def stop(self) -> None:
+        super().stop()
+        for task in self._pages.values():
+            task.cancel()
+
+    async def after(self, cursor: int) -> tuple[bytes, int]:
+        """Some of the events that follow a cursor, and the last one's id; else nothing, and `cursor`."""
+        if self._tail is None or self._deleted:
+            return b"", cursor
+        return self._tail.after(cursor) if cursor >= self._tail.start else await self._page_after(cursor)
+
+    def end_after(self, cursor: int) -> bytes | None:
+        has_all = self._deleted or (self._tail is not None and cursor >= self._tail.newest)
+        return self._end if has_all else None
+
+    def has_news_after(self, cursor: int) -> bool:
+        behind = self._tail is not None and cursor < self._tail.newest
+        return behind or self.end_after(cursor) is not None
+
+    async def look(self) -> bool:
         end_before = self._end
         try:
             state, frames, self._end = await to_thread.run_sync(self._read, limiter=self._readers)
@@ -222,6 +249,15 @@ class _Hub:
             return b"", cursor
 
 
+@dataclass(frozen=True)
+class Topic:
+    """What many may watch."""
+
+    name: str
+    build: Callable[[CapacityLimiter], Hub]
+    """Makes its hub, which reads in the threads that it is given."""
+
+
 class Streams:
     """All streams that are open."""
 
@@ -230,7 +266,7 @@ class Streams:
         self._events = events
         self._describe = describe
         self._most = most
-        self._hubs: dict[str, _Hub] = {}
+        self._hubs: dict[str, Hub] = {}
         self._open: set[CancelScope] = set()
         self._closing = False
         self._readers = CapacityLimiter(READERS)
@@ -245,9 +281,12 @@ class Streams:
         for scope in self._open:
             scope.cancel()
 
+    def of_sweep(self, sweep_id: str) -> Topic:
+        return Topic(sweep_id, partial(_SweepHub, sweep_id, self._events, self._describe))
+
     @contextmanager
-    def joined(self, sweep_id: str, scope: CancelScope) -> Iterator[_Hub]:
-        """The sweep's hub, for a stream that is ended by its scope. Raises HTTPException with status 503."""
+    def joined(self, topic: Topic, scope: CancelScope) -> Iterator[Hub]:
+        """A topic's hub, for a stream that is ended by its scope. Raises HTTPException with status 503."""
         if self._closing:
             raise HTTPException(503, "the service is being stopped", {"retry-after": "2"})
         if len(self._open) >= self._most:
@@ -255,9 +294,9 @@ class Streams:
             raise HTTPException(
                 503, f"{words}, or for single pages as application/json", {"retry-after": "10"}
             )
-        if sweep_id not in self._hubs:
-            self._hubs[sweep_id] = _Hub(sweep_id, self._events, self._describe, self._readers)
-        hub = self._hubs[sweep_id]
+        if topic.name not in self._hubs:
+            self._hubs[topic.name] = topic.build(self._readers)
+        hub = self._hubs[topic.name]
         self._open.add(scope)
         hub.watchers += 1
         try:
@@ -267,18 +306,18 @@ class Streams:
             hub.watchers -= 1
             if not hub.watchers:
                 hub.stop()
-                del self._hubs[sweep_id]
+                del self._hubs[topic.name]
 
 
 class EventStream(Response):
-    """A sweep's events from a cursor on, until the sweep is over, the client gone, or the service stopped."""
+    """What follows a cursor, until nothing more can, the client is gone, or the service is stopped."""
 
     media_type = MEDIA_TYPE
     charset = "utf-8"
 
-    def __init__(self, streams: Streams, sweep_id: str, after: int) -> None:
+    def __init__(self, streams: Streams, topic: Topic, after: int) -> None:
         self._streams = streams
-        self._sweep_id = sweep_id
+        self._topic = topic
         self._cursor = after
         self.status_code = 200
         self.background = None
@@ -289,7 +328,7 @@ class EventStream(Response):
         if scope["method"] == "HEAD":
             await send(start)
         else:
-            with CancelScope() as running, self._streams.joined(self._sweep_id, running) as hub:
+            with CancelScope() as running, self._streams.joined(self._topic, running) as hub:
                 await send(start)
                 waiting = asyncio.create_task(_cancel_when_gone(receive, running))
                 try:
@@ -298,7 +337,7 @@ class EventStream(Response):
                     waiting.cancel()
         await _finish(scope, send)
 
-    async def _send_events(self, hub: _Hub, send: Send) -> None:
+    async def _send_events(self, hub: Hub, send: Send) -> None:
         # The id is there for who connects again before the first event: it may have begun behind the newest.
         going_on = await _write(send, b"retry: %d\nid: %d\n\n" % (RETRY_MS, self._cursor))
         while going_on:

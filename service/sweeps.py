@@ -119,6 +119,11 @@ class SweepController:
     def list_sweeps(self, asked: SweepQuery) -> tuple[list[bytes], str | None]:
         """A page of sweeps, each a SweepView in JSON, and the token of the next one."""
         stamps, token = self.records.page(asked)
+        return self.views.written_sweeps(stamps), token
+
+    def sweeps_on(self, asked: SweepQuery) -> tuple[list[SweepView], str | None]:
+        """The same page, for those who read it themselves."""
+        stamps, token = self.records.page(asked)
         return self.views.sweeps(stamps), token
 
     def get(self, sweep_id: str) -> SweepDetail:

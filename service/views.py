@@ -71,12 +71,19 @@ class SweepViews:
             return self._sweep(record, progress)
         return self._written(record)[0]
 
-    def sweeps(self, stamps: Sequence[Stamp]) -> list[bytes]:
-        """As JSON, in their order; without those that have been removed meanwhile."""
+    def sweeps(self, stamps: Sequence[Stamp]) -> list[SweepView]:
+        """In their order; without those that have been removed meanwhile."""
+        return [view for view, _ in self._told(stamps)]
+
+    def written_sweeps(self, stamps: Sequence[Stamp]) -> list[bytes]:
+        """The same as JSON."""
+        return [written for _, written in self._told(stamps)]
+
+    def _told(self, stamps: Sequence[Stamp]) -> list[tuple[SweepView, bytes]]:
         told = self._at_rest.find_all(stamps)
         read = self._records.find_sweeps([stamp.id for stamp in stamps if stamp not in told])
         told |= {stamp: self._written(read[stamp.id]) for stamp in stamps if stamp.id in read}
-        return [told[stamp][1] for stamp in stamps if stamp in told]
+        return [told[stamp] for stamp in stamps if stamp in told]
 
     def _written(self, record: SweepRecord) -> tuple[SweepView, bytes]:
         told = self._at_rest.find(record.stamp)

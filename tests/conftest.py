@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -106,6 +107,14 @@ def running(client: httpx.Client) -> Iterator[str]:
     yield sweep_id
     client.post(f"/v1/sweeps/{sweep_id}:cancel")
     wait_for(client, sweep_id, "cancelled")
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Any]:
+    from tests.browsers import opened_browser  # selenium takes long to load, and few tests need it
+
+    with opened_browser(tmp_path / "browser") as chrome:
+        yield chrome
 
 
 @pytest.fixture

@@ -110,6 +110,26 @@ class PlayingLauncher:
         return Report(result, finished, None, epoch, loss, sha256, "cpu")
 
 
+class PlayedDriver:
+    """The driver of one sweep, of a service that lets all others wait: each trial ends when it is told to."""
+
+    def __init__(self, data_dir: Path, sweep_id: str) -> None:
+        self._launcher = PlayingLauncher(Settings(data_dir=data_dir))
+        records, storage = self._launcher.records, self._launcher.storage
+        records.claim(records.get_sweep(sweep_id), fruitless=0, epochs_done=0)
+        self._spec = records.get_sweep(sweep_id).spec
+        journal = SweepJournal(records, sweep_id, 1)
+        study = study_to_go_on_with(records, storage, sweep_id, 1)
+        self._ledger = StudyLedger(self._spec, sweep_id, storage, journal, self._launcher._store, study)
+
+    def play(self) -> None:
+        """The next trial, to its end."""
+        assert self._launcher._play(self._ledger, self._spec, self._spec.training.epochs)
+
+    def close(self) -> None:
+        self._launcher.close()
+
+
 class _Server(_PatientServer):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

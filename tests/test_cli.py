@@ -455,7 +455,7 @@ def test_a_service_says_where_it_is_and_ends_in_order_when_told_to(
     served: subprocess.Popen[str], how: signal.Signals, code: int
 ) -> None:
     assert served.stdout is not None
-    addresses = [served.stdout.readline().split()[-1] for _ in range(3)]
+    addresses = [served.stdout.readline().split()[-1] for _ in range(4)]
     for address in addresses:
         assert httpx.get(address, trust_env=False).status_code == 200
     served.send_signal(how)

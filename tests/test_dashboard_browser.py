@@ -1,13 +1,11 @@
 """The service as a person sees it: a real browser on its dashboard, its sign-in and its docs."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -15,54 +13,17 @@ from service.access import COOKIE
 from service.database import migrate, open_engine
 from service.settings import own_database_url
 from service.tokens import Tokens
+from tests.browsers import NEEDS_BROWSER, complaints, shown
 from tests.played_service import played_service, submit, wait_for
 from tests.service_process import ServiceProcess, running_service, small_spec, wait_until, write_corpus
 
-CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        CHROMIUM is None or CHROMEDRIVER is None,
-        reason="no browser: install Debian's packages chromium and chromium-driver",
-    ),
-]
-
-QUIET = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --window-size=1400,1000"
-)
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    for argument in (*QUIET.split(), f"--user-data-dir={tmp_path / 'browser'}"):
-        options.add_argument(argument)
-    options.binary_location = str(CHROMIUM)
-    options.set_capability("goog:loggingPrefs", {"browser": "SEVERE"})
-    chrome = webdriver.Chrome(options=options, service=Service(str(CHROMEDRIVER)))
-    try:
-        yield chrome
-    finally:
-        chrome.quit()
+pytestmark = NEEDS_BROWSER
 
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[ServiceProcess]:
     with running_service(tmp_path / "data") as running:
         yield running
-
-
-def shown(browser: webdriver.Chrome) -> list[str]:
-    """The page's words, one by one as they stand below each other."""
-    words: str = browser.execute_script("return document.body ? document.body.innerText : ''")
-    return words.splitlines()
-
-
-def complaints(browser: webdriver.Chrome) -> list[str]:
-    """What the console says since it was asked last: of scripts that failed, and that a policy refused."""
-    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
 def test_dashboard_shows_the_trials_of_both_arms_while_they_run(

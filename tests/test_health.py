@@ -149,8 +149,8 @@ def serving(data_dir: Path, *options: str) -> Iterator[tuple[httpx.Client, subpr
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            announced = [process.stdout.readline().split() for _ in range(3)]
-            assert [name for name, _ in announced] == ["API", "docs", "dashboard"]
+            announced = [process.stdout.readline().split() for _ in range(4)]
+            assert [name for name, _ in announced] == ["API", "home", "docs", "dashboard"]
             address = announced[0][1].removesuffix("/v1/sweeps")
             with httpx.Client(base_url=address, timeout=20, trust_env=False) as client:
                 wait_until_ready(client)

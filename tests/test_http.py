@@ -736,10 +736,6 @@ def test_a_failure_inside_the_dashboard_is_no_failure_of_the_service(client: htt
     assert client.get("/healthz").status_code == 200
 
 
-def test_the_front_page_leads_to_the_dashboard(client: httpx.Client) -> None:
-    assert client.get("/").headers["location"] == "/dashboard"
-
-
 # The process.
 
 SCRIPT = """

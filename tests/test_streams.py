@@ -394,15 +394,15 @@ def test_a_slow_client_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: 
 def test_a_database_that_is_away_ends_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service.streams, "POLL_S", 0.05)
     with played(tmp_path) as sweep:
-        original = service.streams._Hub._read
+        original = service.streams._SweepHub._read
         with sweep.client.stream("GET", path(sweep.sweep_id)) as response:
             chunks = response.iter_raw()
             next(chunks)
-            monkeypatch.setattr(service.streams._Hub, "_read", lambda _: 1 / 0)
+            monkeypatch.setattr(service.streams._SweepHub, "_read", lambda _: 1 / 0)
             time.sleep(0.2)
             sweep.tell(1)
             sweep.end()
-            monkeypatch.setattr(service.streams._Hub, "_read", original)
+            monkeypatch.setattr(service.streams._SweepHub, "_read", original)
             told = parse(b"".join(chunks))
         assert [event["kind"] for event in told][-3:] == ["trial_lost", "sweep_succeeded", "end"]
 
