@@ -44,7 +44,7 @@ NEEDED: tuple[tuple[str, str, TokenScope | None], ...] = (
 )
 """Path, method, and the scope that they need; the first line that fits counts. Probes have no token, and the
 looks of a page that says what is wrong are no secret."""
-PAGES = re.compile(r"GET (/|/cancel|/docs|/dashboard(/.*)?)|POST /ask")
+PAGES = re.compile(r"GET (/|/cancel|/docs|/dashboard(/.*)?|/v1/sweeps/[^/]+/report)|POST /ask")
 """What a person opens, or sends: without a token, they are led to the sign-in; errors are pages, too."""
 AWAY = "who may ask cannot be looked up: the database does not answer"
 FRESH_S = 1.0

@@ -627,6 +627,12 @@ def test_a_person_without_a_token_is_led_to_the_sign_in_and_back(
         assert person.get("/api/studies").status_code == 200, "the dashboard's own requests"
 
 
+def test_a_report_that_is_not_there_is_said_to_be_not_there_in_a_page(opened: httpx.Client) -> None:
+    said = opened.get("/v1/sweeps/none/report", headers=BROWSER)
+    assert (said.status_code, said.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    assert_problem(opened.get("/v1/sweeps/none/report"), 404)
+
+
 @pytest.mark.parametrize("path", ["/v1/sweeps", "/api/studies", "/openapi.json"])
 def test_what_no_person_opens_is_refused_and_leads_nowhere(closed: httpx.Client, path: str) -> None:
     with browser(closed) as person:
