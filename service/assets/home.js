@@ -31,7 +31,9 @@ const inTurn = (act) => (turn = turn.then(act).catch(() => {}));
 
 function replace(old, fresh) {
   const focused = old.contains(document.activeElement) ? document.activeElement : null;
+  const unfolded = [...old.querySelectorAll("details[open]")].map((reason) => reason.id);
   old.replaceWith(fresh);
+  for (const id of unfolded) byId(id)?.setAttribute("open", "");
   if (!focused) return;
   const row = focused.closest("li");
   (byId(focused.id) || (row && byId(row.id)) || byId("main")).focus({ preventScroll: true });
@@ -50,7 +52,10 @@ async function show(address, options = {}) {
   if (new URL(answer.url).pathname === "/sign-in") return location.reload();
   const page = parse(await answer.text());
   const list = page.getElementById("list");
-  if (!list) return say([...page.querySelectorAll("h1, h1 ~ p:not(.muted)")].map((said) => said.textContent).join(". "));
+  if (!list) {
+    const [title, ...more] = [...page.querySelectorAll("h1, .detail, main li")].map((said) => said.textContent);
+    return options.method ? say([title, ...more].join(". ")) : tellLive("off", `Not live: ${title}`);
+  }
   replace(byId("list"), list);
   const said = page.getElementById("message").children;
   if (said.length || options.method) byId("message").replaceChildren(...said);
