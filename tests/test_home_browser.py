@@ -30,7 +30,7 @@ from tests.browsers import (
 )
 from tests.played_service import PlayedDriver, played_service, submit
 from tests.service_process import wait_until
-from tests.test_access import tokens_of
+from tests.test_access import bearer, tokens_of, wait_until_refused
 
 pytestmark = NEEDS_BROWSER
 
@@ -231,6 +231,7 @@ def test_a_reader_sees_no_button_and_signs_in_again_once_the_token_is_revoked(
         assert browser.find_elements(By.CSS_SELECTOR, ".verbs button") == []
         assert complaints(browser) == []
         kept.revoke(token.id)
+        wait_until_refused(client, bearer(reads))
         client.post(f"/v1/sweeps/{sweep_id}:pause")
         wait_until_shown(browser, "Sign in to fraternal")
 
