@@ -3,10 +3,10 @@
     .venv/bin/python -m benchmarks.api --sweeps 200 --trials 50 --epochs 20 --clients 20 --seconds 5
 
 Fills a database with ended sweeps, serves it with `fraternal serve`, and has so many clients ask one thing
-after another, each as soon as it has its answer, one kind of request at a time: every GET but checkpoints,
-which are as long as their files, and streams, which benchmarks.events is for. Prints Markdown: answers a
-second, and the median and 95th percentile of the times to an answer, in milliseconds, beside those of a lone
-client. Exits with 1 where a bound is missed.
+after another, each as soon as it has its answer, one kind of request at a time: every GET but checkpoints
+and exports, which are as long as their files (benchmarks.exports), and streams (benchmarks.events). Prints
+Markdown: answers a second, and the median and 95th percentile of the times to an answer, in milliseconds,
+beside those of a lone client. Exits with 1 where a bound is missed.
 """
 
 import argparse
@@ -185,6 +185,11 @@ def requests_of(ids: list[str], trials: int) -> dict[str, Callable[[int], Reques
             None,
         ),
         "GET …/events": get("/v1/sweeps/{sweep}/events"),
+        "GET /v1/compare": lambda n: (
+            "GET",
+            f"/v1/compare?a={ids[n * 37 % len(ids)]}&b={ids[n * 41 % len(ids)]}",
+            None,
+        ),
         "GET /v1/webhooks": get("/v1/webhooks"),
         "GET /, the home page": get("/"),
         "GET /healthz": get("/healthz"),

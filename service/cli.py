@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from service import steering_commands, token_commands, webhook_commands
+from service import export_commands, steering_commands, token_commands, webhook_commands
 from service.errors import INTERRUPTED, CommandFailed
 from service.options import (
     DEFAULT_DATA_DIR,
@@ -30,6 +30,7 @@ from service.options import (
     complain,
     open_client,
     parse_value,
+    require_usable,
     say,
 )
 
@@ -292,7 +293,7 @@ def plot(
     from service.plots import plot_dynamics
 
     path = out or Path(f"{sweep_id}.svg")
-    _require_usable(path, force)
+    require_usable(path, force)
     with open_client(url, token_file) as client:
         sweep = client.get(sweep_id)
         trials = [client.trial(sweep_id, trial.number) for trial in client.trials(sweep_id)]
@@ -315,10 +316,14 @@ def fetch(
     Example: `fraternal fetch SWEEP --out best.tar`
     """
     path = out or Path(f"best-{sweep_id}.tar")
-    _require_usable(path, force)
+    require_usable(path, force)
     with open_client(url, token_file) as client:
         digest = client.fetch(sweep_id, path)
     print(f"{path}  sha256 {digest}")
+
+
+app.command()(export_commands.export)
+app.command()(export_commands.compare)
 
 
 @app.command()
@@ -582,7 +587,7 @@ def train(
     """
     from service.local import train_and_save
 
-    _require_usable(out, force)
+    require_usable(out, force)
     sections: dict[str, dict[str, Any]] = {
         "regularization": {"regularizer": regularizer, "kappa": kappa},
         "training": {"epochs": epochs, "batch_size": batch_size, "bptt": bptt},
@@ -652,7 +657,7 @@ def finetune(
     """
     from service.local import finetune_and_save
 
-    _require_usable(out, force)
+    require_usable(out, force)
     finetune_and_save(file, with_overrides({}, overrides), times, seed, device, out, data_dir)
 
 
@@ -956,21 +961,6 @@ def _watch_to_the_end(client: "FraternalClient", sweep_id: str, as_json: bool) -
         print(f"sweep {sweep.id} {sweep.state}" + (f": {sweep.state_reason}" if sweep.state_reason else ""))
     if sweep.state != "succeeded":
         raise typer.Exit(1)
-
-
-def _require_usable(path: Path, force: bool) -> None:
-    """Whether a result may and can be written there, found before any work is done."""
-    if path.is_dir():
-        raise CommandFailed(f"{path} is a folder; name a file in it")
-    if path.exists() and not force:
-        raise CommandFailed(f"{path} exists; name another file, or replace it with --force")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.with_name(path.name + ".probe")
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise CommandFailed(f"{path} cannot be written, {error.strerror}: name another file") from error
 
 
 if __name__ == "__main__":

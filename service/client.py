@@ -19,6 +19,7 @@ import httpx
 from httpx_sse import EventSource, ServerSentEvent
 from pydantic import ValidationError
 
+from service.comparison_schemas import SideBySide
 from service.errors import CommandFailed
 from service.events import AnyEvent, AnyEventPage, read_event
 from service.report_schemas import ReportView
@@ -48,6 +49,8 @@ PAUSE_S = 0.5
 """Before a stream that was cut off is asked for again."""
 SILENCE_S = 45.0
 """Three heartbeats of a stream; then it is taken for dead."""
+EXPORT_S = 600.0
+"""An export is made whole before its first byte is sent, one after another."""
 AGAIN_AFTER_S = (0.2, 1.0)
 """Seconds to wait before a request, of which nothing was heard, is sent again."""
 
@@ -169,6 +172,10 @@ class FraternalClient:
     def delete(self, sweep_id: str) -> SweepView:
         return self._ask("DELETE", _path(sweep_id), SweepView)
 
+    def compare(self, a: str, b: str) -> SideBySide:
+        """Two sweeps, or two trials, each written `SWEEP:NUMBER`."""
+        return self._ask("GET", "/v1/compare", SideBySide, params={"a": a, "b": b})
+
     def best(self, sweep_id: str) -> TrialView:
         return self._ask("GET", f"{_path(sweep_id)}/best", TrialView)
 
@@ -249,9 +256,18 @@ class FraternalClient:
 
         Raises CorruptDownload where the bytes are not those that the service announced.
         """
+        return self._download(f"{_path(sweep_id)}/best/checkpoint", path, f"the checkpoint of {sweep_id}")
+
+    def export(self, sweep_id: str, path: Path, **query: str) -> str:
+        """Download a sweep as a file of a `format`, say, as `fetch` does."""
+        timeout = httpx.Timeout(self._http.timeout.connect, read=EXPORT_S)
+        where = f"{_path(sweep_id)}/export"
+        return self._download(where, path, f"the export of {sweep_id}", params=query, timeout=timeout)
+
+    def _download(self, where: str, path: Path, what: str, **request: Any) -> str:
         with (
             self._reaching(),
-            self._http.stream("GET", f"{_path(sweep_id)}/best/checkpoint") as response,
+            self._http.stream("GET", where, **request) as response,
             _written_whole(path) as file,
         ):
             if response.is_error:
@@ -264,7 +280,7 @@ class FraternalClient:
             expected = f"sha-256=:{base64.b64encode(digest.digest()).decode()}:"
             if response.headers.get("repr-digest") != expected:
                 raise CorruptDownload(
-                    f"the checkpoint of {sweep_id} arrived damaged: its digest is {expected}, not "
+                    f"{what} arrived damaged: its digest is {expected}, not "
                     f"{response.headers.get('repr-digest')}; nothing was saved, fetch it again"
                 )
         return digest.hexdigest()

@@ -9,6 +9,7 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from service.exports import Export
 from service.problems import ProblemDocument, plain_problem, problem_response
 from service.sweeps import OpenCheckpoint
 
@@ -29,13 +30,12 @@ def _described(**headers: tuple[str, str]) -> dict[str, Any]:
 
 
 _ETAG = _described(ETag=("Strong: the file's SHA-256.", '"9f86d081884c7d65"'))
+_WHOLE_DIGEST = ("SHA-256 of the whole file (RFC 9530).", "sha-256=:n4bQgYhMfWWaL+qgxVrQFaO/TxsrC4I=:")
+_LENGTH = ("Bytes that follow.", "1048576")
 _WHOLE = _described(
-    Repr_Digest=(
-        "SHA-256 of the whole file (RFC 9530).",
-        "sha-256=:n4bQgYhMfWWaL+qgxVrQFaO/TxsrC4I=:",
-    ),
+    Repr_Digest=_WHOLE_DIGEST,
     Accept_Ranges=("Ranges of bytes can be asked for.", "bytes"),
-    Content_Length=("Bytes that follow.", "1048576"),
+    Content_Length=_LENGTH,
     Content_Disposition=("A name for the file.", 'attachment; filename="s3f09ab12cd-t00002-best.tar"'),
     Cache_Control=("The best changes while a sweep runs: ask again, with the ETag.", "no-cache"),
 )
@@ -55,6 +55,15 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 """How a route that answers with `download` is described."""
 
 
+WHOLE_FILE = _described(
+    Repr_Digest=_WHOLE_DIGEST,
+    Content_Length=_LENGTH,
+    Content_Disposition=("A name for the file.", 'attachment; filename="s3f09ab12cd-trials.csv"'),
+    Cache_Control=("The next one is of another moment.", "no-store"),
+)
+"""Headers of a file that is made to be sent once."""
+
+
 class _FileStream(StreamingResponse):
     """Streams from a file and closes it, also when the client goes away."""
 
@@ -67,6 +76,21 @@ class _FileStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._file.close()
+
+
+def send_file(made: Export, method: str) -> Response:
+    """Answer a GET or HEAD with all of a file, which is closed in the end."""
+    headers = {
+        "content-type": made.media_type,
+        "content-length": str(made.size),
+        "content-disposition": f'attachment; filename="{made.filename}"',
+        "repr-digest": _repr_digest(made.sha256),
+        "cache-control": "no-store",
+    }
+    if method == "HEAD":
+        made.file.close()
+        return Response(headers=headers)
+    return _FileStream(made.file, made.size, 200, headers)
 
 
 def download(checkpoint: OpenCheckpoint, method: str, asked: Mapping[str, str], instance: str) -> Response:
@@ -99,16 +123,19 @@ class _Unsatisfiable(Exception):
 
 
 def _headers_of(checkpoint: OpenCheckpoint) -> dict[str, str]:
-    digest = base64.b64encode(bytes.fromhex(checkpoint.sha256)).decode()
     return {
         "etag": f'"{checkpoint.sha256}"',
-        "repr-digest": f"sha-256=:{digest}:",
+        "repr-digest": _repr_digest(checkpoint.sha256),
         "accept-ranges": "bytes",
         "content-type": "application/x-tar",
         "content-length": str(checkpoint.size),
         "content-disposition": f'attachment; filename="{checkpoint.filename}"',
         "cache-control": "no-cache",  # the best changes while a sweep runs: ask again, with the ETag
     }
+
+
+def _repr_digest(sha256: str) -> str:
+    return f"sha-256=:{base64.b64encode(bytes.fromhex(sha256)).decode()}:"
 
 
 def _lists(header: str, etag: str) -> bool:
@@ -140,6 +167,6 @@ def _chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
     while length > 0:
         chunk = file.read(min(CHUNK_BYTES, length))
         if not chunk:
-            raise OSError(f"the checkpoint ended {length} bytes early")
+            raise OSError(f"the file ended {length} bytes early")
         length -= len(chunk)
         yield chunk

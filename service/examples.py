@@ -4,12 +4,13 @@ They are made of the models themselves, hence never out of date; a test sends an
 """
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from pydantic import BaseModel
 
+from service.comparison import Side, compare
 from service.errors import DatabaseAway, IllegalMove, InvalidRequest, Problem, ServiceError, SweepNotFound
 from service.events import EventPage, TrialStart, TrialStarted
 from service.problems import ProblemDocument, document_of
@@ -17,6 +18,7 @@ from service.report_schemas import ArmReport, Comparison, ExpectedBest, Interval
 from service.schemas import (
     Changes,
     ControllerLease,
+    Environment,
     EpochView,
     Extension,
     Health,
@@ -26,6 +28,7 @@ from service.schemas import (
     Readiness,
     RetryRequest,
     SweepDetail,
+    SweepExport,
     SweepList,
     SweepView,
     TrialCounts,
@@ -108,6 +111,7 @@ def _epoch(number: int, loss: float) -> EpochView:
     return EpochView(
         epoch=number,
         attempt=1,
+        recorded_at=SUBMITTED + timedelta(seconds=20 + 3 * number),
         train_loss=loss + 0.11,
         valid_loss=loss,
         valid_perplexity=round(math.exp(loss), 3),
@@ -174,6 +178,29 @@ _SWEEP = SweepView(
     time_left_s=31.5,
     driver_generation=1,
     dashboard_url="/dashboard/studies/1",
+)
+_DETAIL = TrialDetail(**dict(_TRIAL), config=asdict(_SPEC.trial_config("fd", _TRIAL.params)), curve=_CURVE)
+_ENVIRONMENT = Environment(
+    version="0.1.0",
+    corpus_sha256={"train": "2c26b46b68ff", "valid": "fcde2b2edba5", "test": "7f83b1657ff1"},
+    devices=["cpu"],
+    runtimes=["torch 2.13.0, 1 thread"],
+    driver_generation=1,
+)
+_BETTER = _DETAIL.model_copy(
+    update={
+        "checkpoint_sha256": "5feceb66ffc86f38d952786c6d696c79c2dbc239dd4e91b46729d73a27fb57e9",
+        "best_valid_loss": 5.44,
+        "curve": [*_CURVE[:2], _epoch(3, 5.44)],
+    }
+)
+_ONE = Side(SWEEP_ID, "succeeded", _SPEC, _ENVIRONMENT, [_DETAIL], _DETAIL)
+_OTHER = replace(
+    _ONE,
+    sweep_id="s8c11d0e5f2",
+    spec=_SPEC.model_copy(update={"name": "FD against ELD, again"}),
+    trials=[_BETTER],
+    trial=_BETTER,
 )
 _POINT = PointView(id=3, params={"kappa": 0.15}, draw=None, created_at=SUBMITTED)
 _WEBHOOK = WebhookView(
@@ -254,8 +281,15 @@ _ANSWERS: tuple[View, ...] = (
     SweepDetail(**dict(_SWEEP), spec=_SPEC),
     SweepList(sweeps=[_SWEEP]),
     _TRIAL,
-    TrialDetail(**dict(_TRIAL), config=asdict(_SPEC.trial_config("fd", _TRIAL.params)), curve=_CURVE),
+    _DETAIL,
     TrialList(trials=[_TRIAL]),
+    SweepExport(
+        exported_at=SUBMITTED + timedelta(seconds=33),
+        environment=_ENVIRONMENT,
+        sweep=SweepDetail(**dict(_SWEEP), spec=_SPEC),
+        trials=[_DETAIL],
+    ),
+    compare(_ONE, _OTHER, of_trials=False),
     Validation(spec=_SPEC),
     _POINT,
     PointList(points=[_POINT]),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from service.errors import CommandFailed
+
 if TYPE_CHECKING:
     from service.client import FraternalClient
 
@@ -42,6 +44,21 @@ def open_client(url: str, token_file: Path | None) -> "FraternalClient":
     from service.client import FraternalClient, read_token
 
     return FraternalClient(url, token=read_token(token_file, os.environ))
+
+
+def require_usable(path: Path, force: bool) -> None:
+    """Whether a result may and can be written there, found before any work is done."""
+    if path.is_dir():
+        raise CommandFailed(f"{path} is a folder; name a file in it")
+    if path.exists() and not force:
+        raise CommandFailed(f"{path} exists; name another file, or replace it with --force")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.with_name(path.name + ".probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be written, {error.strerror}: name another file") from error
 
 
 def parse_value(written: str) -> Any:

@@ -171,7 +171,7 @@ class Records:
     def get_sweep(self, sweep_id: str) -> SweepRecord:
         """Raises SweepNotFound."""
         with self.engine.connect() as connection:
-            return _record(_row(connection, sweep_id))
+            return sweep_in(connection, sweep_id)
 
     def list_sweeps(self, *states: str) -> list[SweepRecord]:
         """In the order in which they came; of all states if none is named."""
@@ -456,7 +456,7 @@ class Records:
     def pinned(self, sweep_id: str) -> set[int]:
         """Numbers of the trials whose best checkpoints stay."""
         with self.engine.connect() as connection:
-            return set(connection.execute(_PINNED, {"sweep_id": sweep_id}).scalars())
+            return pinned_in(connection, sweep_id)
 
     def wish(
         self, sweep_id: str, number: int, kind: str, within: Within | None = None, **wishes: bool
@@ -708,6 +708,15 @@ _LATEST_EPOCHS = (
 _PINNED = select(trial_wishes.c.number).where(
     trial_wishes.c.sweep_id == bindparam("sweep_id"), trial_wishes.c.pinned
 )
+
+
+def sweep_in(connection: Connection, sweep_id: str) -> SweepRecord:
+    """Raises SweepNotFound."""
+    return _record(_row(connection, sweep_id))
+
+
+def pinned_in(connection: Connection, sweep_id: str) -> set[int]:
+    return set(connection.execute(_PINNED, {"sweep_id": sweep_id}).scalars())
 
 
 def _row(connection: Connection, sweep_id: str, *, required: bool = True) -> Any:

@@ -40,7 +40,7 @@ Test = Literal["pairs", "counts", "none"]
 def build_report(
     sweep_id: str, state: State, spec: SweepSpec, trials: Sequence[TrialView], as_of: datetime
 ) -> ReportView:
-    ended = {arm: [trial for trial in trials if trial.arm == arm and _counts(trial)] for arm in spec.arms}
+    ended = {arm: [trial for trial in trials if trial.arm == arm and trial.counts] for arm in spec.arms}
     threshold = _threshold(spec, ended)
     arms = [_arm(arm, ended[arm], None if arm == spec.baseline else threshold) for arm in spec.arms]
     comparisons = _comparisons(arms, ended)
@@ -59,14 +59,6 @@ def build_report(
 
 
 # Arms.
-
-
-def _counts(trial: TrialView) -> bool:
-    return trial.state in {"COMPLETE", "PRUNED", "FAIL"} and not _had_no_chance(trial)
-
-
-def _had_no_chance(trial: TrialView) -> bool:
-    return trial.failure is not None and trial.failure.failure_class in {"cancelled", "infrastructure"}
 
 
 def _usable(trials: Iterable[TrialView]) -> list[tuple[float, int]]:
@@ -298,7 +290,7 @@ def _caption(spec: SweepSpec, threshold: float | None) -> str:
 def _remarks(state: State, trials: Sequence[TrialView]) -> Iterator[str]:
     if state not in TERMINAL_STATES:
         yield ONE_LOOK
-    left_out = sum(map(_had_no_chance, trials))
+    left_out = sum(not trial.had_its_chance for trial in trials)
     if left_out:
         yield f"Left out, as cancelled or lost with their workers: {left_out}."
     if any(trial.state == "PRUNED" for trial in trials):

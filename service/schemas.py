@@ -1,6 +1,7 @@
 """What the API answers. The request shape is `trials.spec.SweepRequest`, not repeated here."""
 
 import math
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,8 @@ class EpochView(View):
     """1-based."""
     attempt: int
     """The attempt that trained it."""
+    recorded_at: datetime
+    """When it was written down."""
     train_loss: float
     """Token-weighted target loss of the first pass."""
     valid_loss: float
@@ -95,11 +98,45 @@ class TrialView(View):
         """Its best validation loss; infinite where it has none."""
         return math.inf if self.best_valid_loss is None else self.best_valid_loss
 
+    @property
+    def had_its_chance(self) -> bool:
+        """It was neither cancelled with its sweep nor lost with its workers."""
+        return self.failure is None or self.failure.failure_class not in {"cancelled", "infrastructure"}
+
+    @property
+    def counts(self) -> bool:
+        """In what is said of its arm."""
+        return self.state in {"COMPLETE", "PRUNED", "FAIL"} and self.had_its_chance
+
 
 class TrialDetail(TrialView):
     config: dict[str, Any]
     """Every value that the trial trains with."""
     curve: list[EpochView]
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(`training.lr`, 30.0) for each value of a config, however deep."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+class Environment(View):
+    """What a sweep's numbers were made with, as far as they depend on it."""
+
+    version: str
+    """Of the service that tells."""
+    corpus_sha256: dict[str, str] | None
+    """Of each split's text; null before the first epoch."""
+    devices: list[str]
+    """That its trials ran on."""
+    runtimes: list[str]
+    """What their processes were: torch, threads, the allocator and its settings."""
+    driver_generation: int
+    """How many drivers the sweep has had."""
 
 
 class TrialCounts(View):
@@ -150,6 +187,17 @@ class SweepView(View):
 
 class SweepDetail(SweepView):
     spec: SweepSpec
+
+
+class SweepExport(View):
+    """All that is known of a sweep, but its checkpoints."""
+
+    exported_at: datetime
+    """All of it is as it was at this moment."""
+    environment: Environment
+    sweep: SweepDetail
+    trials: list[TrialDetail]
+    """By number, each with its curve."""
 
 
 class Extension(View):

@@ -86,7 +86,7 @@ class SweepController:
         self.store = store
         self.views = SweepViews(records, storage)
         self._launcher = launcher
-        self._data_dir = data_dir
+        self.data_dir = data_dir
 
     def create(self, request: SweepSpec, write: Write | None = None) -> SweepDetail:
         """Queue a sweep. Raises InvalidSpec where it could not run here; nothing is written then."""
@@ -111,7 +111,7 @@ class SweepController:
     def _check_corpus(self, spec: SweepSpec) -> tuple[Any, list[Problem]]:
         try:
             corpus = resolved(spec.corpus, Path.cwd())
-            check_corpus(corpus, self._data_dir)
+            check_corpus(corpus, self.data_dir)
         except CorpusError as error:
             return None, [Problem(f"/corpus{error.pointer}", "corpus_unusable", str(error))]
         return corpus, []
@@ -331,9 +331,9 @@ class SweepController:
             self.records.ping()
         except SQLAlchemyError as error:
             return [f"the database does not answer: {type(error).__name__}"]
-        usage = shutil.disk_usage(self._data_dir)
+        usage = shutil.disk_usage(self.data_dir)
         if usage.free < min(LITTLE_ROOM, usage.total / 20):
-            return [f"the disk of {self._data_dir} has only {usage.free / 2**20:.0f} MiB left: free some"]
+            return [f"the disk of {self.data_dir} has only {usage.free / 2**20:.0f} MiB left: free some"]
         return []
 
 

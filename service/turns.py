@@ -58,3 +58,5 @@ submits = Turns("submits", 2)
 """For what checks much and writes little."""
 admits = Turns("admits", 1)
 """For who may ask: read anew once a second."""
+exports = Turns("exports", 1)
+"""For files that are made of a whole sweep: seconds of work, of which one at a time is enough."""

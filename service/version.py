@@ -1,8 +1,10 @@
 """Which version of this program is running."""
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 
+@cache  # it is read from a file
 def own_version() -> str:
     try:
         return version("fraternal")

@@ -1,6 +1,6 @@
 """How sweeps and trials look from outside: their rows and their studies', as the API answers them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from service.errors import TrialNotFound, UnreadableSpec, UnreadableStudy
 from service.lifecycle import MOVING, TERMINAL_STATES, WISHES, WITH_DRIVER, legal_requests
 from service.records import Records, Stamp, SweepRecord
 from service.schemas import (
+    Environment,
     EpochView,
     Failure,
     PointView,
@@ -22,8 +23,9 @@ from service.schemas import (
     TrialDetail,
     TrialView,
 )
+from service.version import own_version
 from trials.perplexity import finite_perplexity
-from trials.rows import Remembered, StudyRows, TrialReader, TrialRow
+from trials.rows import Remembered, StudyRows, TrialReader, TrialRow, read_study_attributes
 from trials.spec import SweepSpec
 from trials.studies import DamagedRows
 
@@ -35,6 +37,8 @@ MOST_SWEEPS = 1024
 """That are told of as before: a list of hundreds would read every row of each."""
 MOST_TRIALS = 20_000
 """Trials of sweeps at rest that are told of as before, some 3 KiB each."""
+MOST_EPOCHS = 20_000
+"""Of single trials of sweeps at rest, some 2 KiB each."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,9 @@ class SweepViews:
         self._at_rest: Remembered[Stamp, tuple[SweepView, bytes]] = Remembered(MOST_SWEEPS, lambda _: 0)
         """And as JSON."""
         self._trials_at_rest: Remembered[Stamp, list[TrialView]] = Remembered(MOST_TRIALS, len)
+        self._trial_at_rest: Remembered[tuple[Stamp, int], TrialDetail] = Remembered(
+            MOST_EPOCHS, lambda trial: len(trial.curve)
+        )
 
     def detail(self, record: SweepRecord, progress: Progress | None = None) -> SweepDetail:
         return SweepDetail(**dict(self.sweep(record, progress)), spec=record.spec)
@@ -162,40 +169,71 @@ class SweepViews:
     def _trials(self, record: SweepRecord, rows: StudyRows) -> list[TrialView]:
         if not rows.trials:
             return []
-        spec = _find_spec(record)
+        spec = find_spec(record)
         latest = self._records.latest_epochs(record.id)
         pinned = self._records.pinned(record.id)
         return [
-            _trial_view(record, spec, row, latest.get(row.number), row.number in pinned)
-            for row in rows.trials
+            trial_view(record, spec, row, latest.get(row.number), row.number in pinned) for row in rows.trials
         ]
 
     def trial(self, record: SweepRecord, number: int) -> TrialDetail:
         """With its whole curve. Raises TrialNotFound, UnreadableStudy."""
+        if record.state in CHANGING:
+            return self._trial(record, number)
+        known = self._trial_at_rest.find((record.stamp, number))
+        return known or self._trial_at_rest.keep((record.stamp, number), self._trial(record, number))
+
+    def _trial(self, record: SweepRecord, number: int) -> TrialDetail:
         try:
             found = self._reader.find(record.study, number)
         except DamagedRows as error:
-            raise _unreadable(record, error) from error
+            raise unreadable(record, error) from error
         if found is None:
             count = len(self._rows(record).trials)
             raise TrialNotFound(f"sweep {record.id} has no trial {number}; it has {count} so far, from 0")
         row, config = found
         curve = self._records.curve(record.id, number)
         pinned = number in self._records.pinned(record.id)
-        view = _trial_view(record, _find_spec(record), row, curve[-1] if curve else None, pinned)
-        return TrialDetail(**dict(view), config=config, curve=[_epoch_view(epoch) for epoch in curve])
+        view = trial_view(record, find_spec(record), row, curve[-1] if curve else None, pinned)
+        return TrialDetail(**dict(view), config=config, curve=[epoch_view(epoch) for epoch in curve])
+
+    def environment(self, record: SweepRecord, trials: Sequence[TrialView]) -> Environment:
+        """Raises UnreadableStudy."""
+        try:
+            with self._records.engine.connect() as connection:
+                of_study = read_study_attributes(connection, record.study)
+        except DamagedRows as error:
+            raise unreadable(record, error) from error
+        devices, runtimes = [trial.device for trial in trials], [trial.runtime for trial in trials]
+        return environment_of(record, of_study, devices, runtimes)
 
     def _rows(self, record: SweepRecord) -> StudyRows:
         try:
             return self._reader.read(record.study)
         except DamagedRows as error:
-            raise _unreadable(record, error) from error
+            raise unreadable(record, error) from error
 
 
-def _unreadable(record: SweepRecord, error: DamagedRows) -> UnreadableStudy:
+def unreadable(record: SweepRecord, error: DamagedRows) -> UnreadableStudy:
     return UnreadableStudy(
         f"the trials of sweep {record.id} cannot be read: {error}; it can be cancelled and deleted, "
         "and its checkpoints are where they were"
+    )
+
+
+def environment_of(
+    record: SweepRecord,
+    of_study: Mapping[str, Any],
+    devices: Iterable[str | None],
+    runtimes: Iterable[str | None],
+) -> Environment:
+    """From what is written down of its study, and what its trials say."""
+    return Environment(
+        version=own_version(),
+        corpus_sha256=of_study.get("corpus_sha256"),
+        devices=sorted({device for device in devices if device is not None}),
+        runtimes=sorted({runtime for runtime in runtimes if runtime is not None}),
+        driver_generation=record.generation,
     )
 
 
@@ -214,7 +252,7 @@ def best_of(trials: Sequence[TrialView]) -> TrialView | None:
     return min(usable, key=lambda trial: (trial.rank, trial.number), default=None)
 
 
-def _find_spec(record: SweepRecord) -> SweepSpec | None:
+def find_spec(record: SweepRecord) -> SweepSpec | None:
     try:
         return record.spec
     except UnreadableSpec:
@@ -228,7 +266,7 @@ def _time_left_s(record: SweepRecord, counts: TrialCounts) -> float | None:
     return record.running_s() / counts.done * max(0, counts.budget - counts.done)
 
 
-def _trial_view(
+def trial_view(
     record: SweepRecord,
     spec: SweepSpec | None,
     row: TrialRow,
@@ -270,5 +308,6 @@ def _failure(row: TrialRow) -> Failure | None:
     )
 
 
-def _epoch_view(row: Mapping[str, Any]) -> EpochView:
-    return EpochView(**row, valid_perplexity=finite_perplexity(row["valid_loss"]))
+def epoch_view(row: Mapping[str, Any]) -> EpochView:
+    known = {**row, "recorded_at": utc(row["recorded_at"])}
+    return EpochView(**known, valid_perplexity=finite_perplexity(row["valid_loss"]))

@@ -40,7 +40,7 @@ class PlayingLauncher:
         self.records = Records(open_engine(settings.resolved_database_url))
         self.storage = open_storage(settings.resolved_database_url)
         self._store = CheckpointStore(settings.resolved_store_url)
-        self.ended: list[str] = []
+        self._ended: set[str] = set()
         self.forgotten: list[str] = []
 
     def close(self) -> None:
@@ -51,6 +51,7 @@ class PlayingLauncher:
         return Capacity(cpus=2, gpus=0)
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
+        self._ended.discard(sweep_id)  # the reconciler has what was there before ended
         spec = self.records.get_sweep(sweep_id).spec
         journal = SweepJournal(self.records, sweep_id, generation)
         study = study_to_go_on_with(self.records, self.storage, sweep_id, generation)
@@ -64,13 +65,13 @@ class PlayingLauncher:
         return {"sweep": sweep_id}
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
-        return driver["sweep"] not in self.ended
+        return driver["sweep"] not in self._ended
 
     def is_stopped(self, driver: dict[str, Any]) -> bool:
         return False
 
     def end(self, sweep_id: str) -> None:
-        self.ended.append(sweep_id)
+        self._ended.add(sweep_id)
 
     def identity(self) -> dict[str, Any]:
         return {"sweep": "none: the service itself"}

@@ -16,6 +16,7 @@ from service.tokens import Tokens
 from tests.browsers import NEEDS_BROWSER, complaints, shown
 from tests.played_service import played_service, submit, wait_for
 from tests.service_process import ServiceProcess, running_service, small_spec, wait_until, write_corpus
+from tests.stock_dashboard import stock_dashboard
 
 pytestmark = NEEDS_BROWSER
 
@@ -49,6 +50,24 @@ def test_dashboard_shows_the_trials_of_both_arms_while_they_run(
     assert complaints(browser) == []
     service.cancel(sweep_id)
     service.wait_for_end(sweep_id)
+
+
+def test_a_sweep_that_was_taken_elsewhere_is_shown_by_the_stock_dashboard(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    taken = tmp_path / "taken.db"
+    with played_service(tmp_path / "data") as client:
+        sweep_id = submit(client, name="taken elsewhere")
+        wait_for(client, sweep_id, "succeeded")
+        taken.write_bytes(client.get(f"/v1/sweeps/{sweep_id}/export?format=optuna").content)
+    with stock_dashboard(taken) as dashboard:
+        browser.get(f"{dashboard.base_url}/dashboard/studies/1/trials?numbers=1")
+        wait_until(lambda: "Trial 1 (trial_id=2)" in shown(browser), "its trials are shown")
+        assert f"taken elsewhere ({sweep_id})" in " ".join(shown(browser))
+        assert "Complete" in shown(browser)
+        browser.get(f"{dashboard.base_url}/dashboard/studies/1")
+        wait_until(lambda: "Intermediate values" in shown(browser), "the study's page draws its curves")
+        assert complaints(browser) == []
 
 
 def test_person_signs_in_by_the_keyboard_sees_dashboard_and_docs_and_signs_out(

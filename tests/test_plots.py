@@ -1,6 +1,7 @@
 """What `fraternal plot` draws: every trial's line in every panel, and nothing that is not there."""
 
 import math
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ def epoch(number: int, **values: Any) -> EpochView:
         **{"epoch": number, "attempt": 1, "train_loss": 5.0, "valid_loss": 5.0, "valid_perplexity": 148.4},
         **{"raw_valid_loss": 5.0, "averaged": False, "optimised": 6.0, "penalty": 0.5, "ar": 0.1, "tar": 0.1},
         **{"gradient_norm": 1.0, "lr": 30.0, "pair_difference": 0.4, "prediction_variance": 0.2},
-        **{"expectation_gap": 0.2, "tokens": 1000, "tokens_per_s": 500.0, "seconds": 2.0, "is_best": True},
+        **{
+            "recorded_at": datetime(2026, 1, 1, tzinfo=UTC),
+            "expectation_gap": 0.2,
+            "tokens": 1000,
+            "tokens_per_s": 500.0,
+            "seconds": 2.0,
+            "is_best": True,
+        },
     }
     return EpochView(**{**fields, **values})
 

@@ -5,7 +5,7 @@ Optuna's own way reads every intermediate value too, one object a row, and keeps
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,7 +14,13 @@ from typing import Any, Generic, TypeVar
 
 from optuna.distributions import BaseDistribution, json_to_distribution
 from optuna.storages import BaseStorage, RDBStorage
-from optuna.storages._rdb.models import StudyModel, TrialModel, TrialParamModel, TrialUserAttributeModel
+from optuna.storages._rdb.models import (
+    StudyModel,
+    StudyUserAttributeModel,
+    TrialModel,
+    TrialParamModel,
+    TrialUserAttributeModel,
+)
 from optuna.trial import FrozenTrial, TrialState
 from pydantic_core import from_json
 from sqlalchemy import Connection, Select, bindparam, select
@@ -87,6 +93,39 @@ class Remembered(Generic[K, V]):
         return value
 
 
+def read_pages(
+    connection: Connection, study_name: str, size: int
+) -> Iterator[list[tuple[TrialRow, dict[str, Any]]]]:
+    """All trials of a study by number, each with every value that it trains with, so many at a time.
+
+    Nothing is remembered. Raises DamagedRows.
+    """
+    try:
+        study_id = connection.execute(_BY_NAME, {"study_name": study_name}).scalar_one_or_none()
+        query = _TRIALS.execution_options(yield_per=size)
+        with connection.execute(query, {"study_id": study_id}) as trials:
+            for found in trials.partitions():
+                named = {"trial_ids": [row.trial_id for row in found]}
+                attributes = _by_trial(connection, _ATTRIBUTES_WITH_CONFIG, named)
+                params = _by_trial(connection, _PARAMS, named)
+                rows = [_row(row, attributes, params) for row in found]
+                yield [(row, row.user_attrs.pop(CONFIG, {})) for row in rows]
+    except (ValueError, LookupError, TypeError) as error:
+        raise DamagedRows(f"{type(error).__name__}: {error}") from error
+
+
+def read_study_attributes(connection: Connection, study_name: str) -> dict[str, Any]:
+    """What is written down of a study as a whole; nothing where no driver has opened it yet.
+
+    Raises DamagedRows.
+    """
+    found = connection.execute(_STUDY_ATTRIBUTES, {"study_name": study_name}).all()
+    try:
+        return {key: from_json(written) for key, written in found}
+    except (ValueError, TypeError) as error:
+        raise DamagedRows(f"{type(error).__name__}: {error}") from error
+
+
 class TrialReader:
     """The studies of one storage; may be asked by many threads at once."""
 
@@ -148,8 +187,9 @@ class TrialReader:
 
 
 # Built once: to build a statement takes longer than SQLite does to run it.
-_STUDY, _TRIAL, _ATTRIBUTE, _PARAM = (
-    model.__table__.c for model in (StudyModel, TrialModel, TrialUserAttributeModel, TrialParamModel)
+_STUDY, _TRIAL, _ATTRIBUTE, _PARAM, _STUDY_ATTRIBUTE = (
+    model.__table__.c
+    for model in (StudyModel, TrialModel, TrialUserAttributeModel, TrialParamModel, StudyUserAttributeModel)
 )
 _BY_NAME = select(_STUDY.study_id).where(_STUDY.study_name == bindparam("study_name"))
 _COLUMNS = select(
@@ -163,6 +203,11 @@ _COLUMNS = select(
 _TRIALS = _COLUMNS.where(_TRIAL.study_id == bindparam("study_id")).order_by(_TRIAL.number)
 _ONE = _COLUMNS.join(StudyModel.__table__, _STUDY.study_id == _TRIAL.study_id).where(
     _STUDY.study_name == bindparam("study_name"), _TRIAL.number == bindparam("number")
+)
+_STUDY_ATTRIBUTES = (
+    select(_STUDY_ATTRIBUTE.key, _STUDY_ATTRIBUTE.value_json)
+    .join(StudyModel.__table__, _STUDY.study_id == _STUDY_ATTRIBUTE.study_id)
+    .where(_STUDY.study_name == bindparam("study_name"))
 )
 _NAMED: Any = bindparam("trial_ids", expanding=True)
 _OF_STUDY = select(_TRIAL.trial_id).where(_TRIAL.study_id == bindparam("study_id"))

@@ -1,0 +1,53 @@
+"""A sweep as a file to take elsewhere."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from service.downloads import WHOLE_FILE, send_file
+from service.exports import MEDIA_TYPES, Format, Table, make_export
+from service.problems import ProblemDocument
+from service.routes import NO_SUCH, Controller, SweepId
+from service.schemas import SweepExport
+from service.turns import exports as in_turn
+
+FILE = {"schema": {"type": "string", "format": "binary"}}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": SweepExport,
+        "description": "The file; as JSON, of the schema shown.",
+        "content": {
+            name.partition(";")[0]: FILE for form, name in MEDIA_TYPES.items() if form is not Format.json
+        },
+        "headers": WHOLE_FILE,
+    },
+    422: {
+        "model": ProblemDocument,
+        "description": "There is no such format or table, or a table of a format that has both in one file.",
+    },
+}
+
+exports = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
+
+
+@exports.get("/{sweep_id}/export", responses={**NO_SUCH, **RESPONSES}, response_class=Response)
+@exports.head("/{sweep_id}/export", include_in_schema=False)
+@in_turn
+def export_sweep(
+    sweep_id: SweepId,
+    controller: Controller,
+    request: Request,
+    format: Annotated[
+        Format,
+        Query(
+            description="`json`: spec, environment and every trial with its curve; `csv` or `parquet`: one "
+            "table; `optuna`: a SQLite file for Optuna and its dashboard."
+        ),
+    ] = Format.json,
+    table: Annotated[
+        Table | None,
+        Query(description="Of `csv` and `parquet`: a row a trial, which is the default, or a row an epoch."),
+    ] = None,
+) -> Response:
+    """A sweep as a file, as it is at this moment, also while it runs. The file says which moment that is."""
+    return send_file(make_export(controller, sweep_id, format, table), request.method)
