@@ -12,7 +12,8 @@ from optuna.storages import InMemoryStorage
 from scipy import stats
 
 from tests.fakes import MemoryJournal, open_ledger, spec
-from trials.samplers import build_sampler, suggest, unit_interval, value_at
+from trials.adaptive import build_sampler
+from trials.samplers import suggest, unit_interval, value_at
 from trials.spec import SweepSpec, TrialConfig
 
 SPACE = {
