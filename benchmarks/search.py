@@ -1,12 +1,12 @@
 """How few epochs samplers and pruners need for the best perplexity of random search without pruning.
 
     .venv/bin/python -m benchmarks.search
-    .venv/bin/python -m benchmarks.search --corpus .../ptb --curves curves.json --searches 10
+    .venv/bin/python -m benchmarks.search --corpus .../ptb --curves curves.json --setting short-epochs
 
-Real trainings, of Fraternal Dropout with one layer of 32 on the first 10,000 tokens of a corpus, 500 words;
-the real ledger, samplers and pruners, two trials at a time. Values are rounded to a lattice of 9 learning rates,
-4 kappas and 5 dropout rates, so that each configuration is trained once, as far as anybody asks, and every
-search replays it. Epochs are counted as if each search had trained its own. Prints Markdown.
+Real trainings, of one layer of 32 on the first tokens of a corpus, 500 words; the real ledger, samplers and
+pruners, two trials at a time. The values searched for are rounded to a lattice, so that each configuration is
+trained once, as far as anybody asks, and every search replays it. Epochs are counted as if each search had
+trained its own. Prints Markdown.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from benchmarks.step import processor
 from tests.fakes import MemoryJournal, epoch_fields, open_ledger
 from trials.corpora import load_corpus
 from trials.ledger import StudyLedger
-from trials.spec import SweepSpec, TrialConfig, merged
+from trials.spec import SweepSpec
 from trials.tasks import Failure, Report, Task
 from trials.training import Diverged, Training
 
@@ -40,18 +40,7 @@ REFERENCE_EPOCHS = REFERENCE_TRIALS * EPOCHS
 A_QUARTER = REFERENCE_EPOCHS // 4
 WITHIN = 1.005
 AT_ONCE = 2
-Cell = tuple[float, float, float]
-LATTICE: dict[str, list[float]] = {
-    "lr": [0.5 * 2 ** (0.75 * i) for i in range(9)],
-    "kappa": [0.0, 0.1, 0.2, 0.3],
-    "output_p": [0.0, 0.15, 0.3, 0.45, 0.6],
-}
-SPACE: dict[str, Any] = {
-    "lr": {"type": "log_uniform", "low": 0.5, "high": 32.0},
-    "kappa": {"type": "uniform", "low": 0.0, "high": 0.3},
-    "output_p": {"type": "uniform", "low": 0.0, "high": 0.6},
-}
-GRID = {name: {"type": "choice", "values": values} for name, values in LATTICE.items()}
+Cell = tuple[float, ...]
 PRUNERS = ("none", "successive_halving", "hyperband", "median")
 METHODS = [
     *(("random", pruner) for pruner in PRUNERS),
@@ -60,27 +49,93 @@ METHODS = [
 ]
 
 
-def spec_of(corpus: dict[str, Any], sampler: str, pruner: str, seed: int, trials: int) -> SweepSpec:
+@dataclass(frozen=True)
+class Setting:
+    """What is searched, and what an epoch is."""
+
+    regularizer: str
+    lattice: dict[str, list[float]]
+    train_tokens: int
+    batch_size: int
+    bptt: int
+
+    @property
+    def space(self) -> dict[str, Any]:
+        return {
+            name: {"type": "log_uniform" if name == "lr" else "uniform", "low": values[0], "high": values[-1]}
+            for name, values in self.lattice.items()
+        }
+
+    @property
+    def grid(self) -> dict[str, Any]:
+        return {name: {"type": "choice", "values": values} for name, values in self.lattice.items()}
+
+    def cell_of(self, params: dict[str, float]) -> Cell:
+        """The lattice's point nearest to these values, learning rates by their logarithms."""
+        return tuple(
+            min(values, key=lambda at: abs(math.log(at / params[name])))
+            if name == "lr"
+            else min(values, key=lambda at: abs(at - params[name]))
+            for name, values in self.lattice.items()
+        )
+
+
+def log_spaced(low: float, high: float, count: int) -> list[float]:
+    return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
+
+
+SETTINGS = {
+    "usual": Setting(
+        "none",
+        {
+            "lr": log_spaced(0.3, 30, 8),
+            "output_p": [0.0, 0.3, 0.6],
+            "weight_p": [0.0, 0.3, 0.6],
+        },
+        train_tokens=40_000,
+        batch_size=10,
+        bptt=35,
+    ),
+    "short-epochs": Setting(
+        "fraternal",
+        {
+            "lr": log_spaced(0.5, 32, 9),
+            "kappa": [0.0, 0.1, 0.2, 0.3],
+            "output_p": [0.0, 0.15, 0.3, 0.45, 0.6],
+        },
+        train_tokens=10_000,
+        batch_size=20,
+        bptt=70,
+    ),
+}
+"""An epoch has 114 steps; or 7, so that the first epoch says little, and nearly any learning rate does."""
+
+
+def spec_of(
+    corpus: dict[str, Any], setting: Setting, sampler: str, pruner: str, seed: int, trials: int
+) -> SweepSpec:
     base: dict[str, Any] = {
-        "corpus": {**corpus, "train_tokens": 10_000, "valid_tokens": 2_000, "vocabulary_size": 500},
+        "corpus": {
+            **corpus,
+            "train_tokens": setting.train_tokens,
+            "valid_tokens": 2_000,
+            "vocabulary_size": 500,
+        },
         "model": {"embedding_size": 32, "hidden_size": 32, "layers": 1},
-        "training": {"epochs": EPOCHS, "batch_size": 20, "bptt": 70, "averaging": "none"},
-        "arms": {"fd": {"regularizer": "fraternal"}},
-        "space": GRID if sampler == "grid" else SPACE,
+        "training": {
+            "epochs": EPOCHS,
+            "batch_size": setting.batch_size,
+            "bptt": setting.bptt,
+            "averaging": "none",
+        },
+        "arms": {"only": {"regularizer": setting.regularizer}},
+        "space": setting.grid if sampler == "grid" else setting.space,
         "sampler": {"name": sampler, "seed": seed},
         "pruner": {"name": pruner},
         "budget": {"trials": trials},
         "retry": {"identical_failures": None},
     }
-    return SweepSpec.model_validate(merged(base, {}))
-
-
-def cell_of(config: TrialConfig) -> Cell:
-    """The lattice's point nearest to a configuration, learning rates by their logarithms."""
-    lr = min(LATTICE["lr"], key=lambda at: abs(math.log(at / config.training.lr)))
-    kappa = min(LATTICE["kappa"], key=lambda at: abs(at - (config.regularization.kappa or 0)))
-    output_p = min(LATTICE["output_p"], key=lambda at: abs(at - config.model.output_p))
-    return lr, kappa, output_p
+    return SweepSpec.model_validate(base)
 
 
 @dataclass
@@ -88,13 +143,14 @@ class Curves:
     """Validation losses of each cell by epoch, trained when they are first asked for, and kept in a file."""
 
     corpus: dict[str, Any]
+    setting: Setting
     file: Path | None
     losses: dict[Cell, list[float]] = field(default_factory=dict)
     trained: int = 0
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self._spec = spec_of(self.corpus, "random", "none", 0, 1)
+        self._spec = spec_of(self.corpus, self.setting, "random", "none", 0, 1)
         self._text = load_corpus(self._spec.corpus, Path("fraternal-data"))
         self._running: dict[Cell, Iterator[float]] = {}
         if self.file is not None and self.file.exists():
@@ -120,7 +176,7 @@ class Curves:
             self.file.write_text(json.dumps(list(self.losses.items())))
 
     def _train(self, cell: Cell) -> Iterator[float]:
-        config = self._spec.trial_config("fd", dict(zip(LATTICE, cell, strict=True)))
+        config = self._spec.trial_config("only", dict(zip(self.setting.lattice, cell, strict=True)))
         training = Training(
             config.model,
             config.training,
@@ -158,12 +214,18 @@ def search(curves: Curves, asked: SweepSpec, most_epochs: int, target: float = 0
         if not running:
             break
         task, epoch, losses = running.pop(0)
-        loss = curves.loss(cell_of(task.config), epoch + 1)
+        loss = curves.loss(curves.setting.cell_of(_searched(task)), epoch + 1)
         best.append(min([*best[-1:], math.exp(min(loss, 700))]))
         losses = [*losses, loss]
         if _goes_on(ledger, task, losses):
             running.append((task, epoch + 1, losses))
     return Search(best, begun)
+
+
+def _searched(task: Task) -> dict[str, float]:
+    """The values that a task was given."""
+    config = task.config
+    return {**vars(config.model), **vars(config.training), **vars(config.regularization)}
 
 
 def _goes_on(ledger: StudyLedger, task: Task, losses: list[float]) -> bool:
@@ -211,15 +273,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--corpus", help="a folder of train.txt, valid.txt and test.txt; default: sotu")
     parser.add_argument("--curves", type=Path, help="a file to keep the curves in, and to go on from")
-    parser.add_argument("--searches", type=int, default=10, help="of each method, by the sampler's seed")
+    parser.add_argument("--searches", type=int, default=7, help="of each method, by the sampler's seed")
+    parser.add_argument("--setting", choices=SETTINGS, default="usual")
     given = parser.parse_args()
     corpus = {"name": "sotu"} if given.corpus is None else {"path": str(Path(given.corpus).resolve())}
+    setting = SETTINGS[given.setting]
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    curves = Curves(corpus, given.curves)
+    curves = Curves(corpus, setting, given.curves)
     references: list[Search] = []
     for seed in range(given.searches):
-        asked = spec_of(corpus, "random", "none", seed, REFERENCE_TRIALS)
+        asked = spec_of(corpus, setting, "random", "none", seed, REFERENCE_TRIALS)
         references.append(search(curves, asked, REFERENCE_EPOCHS))
         curves.keep()
         logging.info("reference %d: %.2f", seed, references[-1].best[-1])
@@ -234,7 +298,7 @@ def main() -> None:
     for sampler, pruner in METHODS:
         found = []
         for seed, reference in enumerate(references):
-            asked = spec_of(corpus, sampler, pruner, seed, REFERENCE_EPOCHS)
+            asked = spec_of(corpus, setting, sampler, pruner, seed, REFERENCE_EPOCHS)
             target = WITHIN * reference.best[-1]
             found.append(search(curves, asked, 2 * A_QUARTER, target))
             curves.keep()

@@ -158,24 +158,22 @@ class _Gains:
         return self._known[epoch]
 
 
-def suggest_by(sampler: Callable[[int], BaseSampler], most: int | None = None) -> Suggest:
-    """Have one of Optuna's samplers, made anew of a seed, look at a study of nothing but these trials.
-
-    Of more than `most`, it is shown the best half and the latest.
-    """
+def suggest_by(sampler: Callable[[int], BaseSampler]) -> Suggest:
+    """Have one of Optuna's samplers, made anew of a seed, look at a study of nothing but these trials."""
 
     logging.getLogger("optuna.storages._in_memory").setLevel(logging.WARNING)  # it says each study's name
 
     def suggest(space: Space, seen: Sequence[Seen], seed: int) -> dict[str, Any]:
         study = optuna.create_study(sampler=sampler(seed))
-        study.add_trials([_row(trial, space) for trial in _fewer(seen, most)])
+        study.add_trials([_row(trial, space) for trial in seen])
         return study.ask(fixed_distributions=space).params
 
     return suggest
 
 
-def _fewer(seen: Sequence[Seen], most: int | None) -> Sequence[Seen]:
-    if most is None or len(seen) <= most:
+def _fewer(seen: Sequence[Seen], most: int) -> Sequence[Seen]:
+    """Of more than so many, the best half and the latest."""
+    if len(seen) <= most:
         return seen
     best = sorted(range(len(seen)), key=lambda index: _or_infinite(seen[index].loss))[: most // 2]
     latest = range(len(seen) - most // 2, len(seen))
@@ -230,7 +228,7 @@ def build_sampler(spec: SweepSpec) -> BaseSampler:
         case TPESampler(startup_trials=startup_trials):
             return AdaptiveSampler(spec, suggest_by(_tpe), startup_trials)
         case GPSampler(startup_trials=startup_trials):
-            return AdaptiveSampler(spec, suggest_by(_gp, MOST_FITTED), startup_trials)
+            return AdaptiveSampler(spec, suggest_by_gp, startup_trials)
         case CMAESSampler():
             return AdaptiveSampler(spec, suggest_by_cmaes, 0)
 
@@ -239,6 +237,16 @@ def _tpe(seed: int) -> BaseSampler:
     return optuna.samplers.TPESampler(seed=seed, n_startup_trials=1)
 
 
+def suggest_by_gp(space: Space, seen: Sequence[Seen], seed: int) -> dict[str, Any]:
+    import torch  # some seconds, which other sweeps do without
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the cores are the workers'
+    try:
+        return suggest_by(_gp)(space, _fewer(seen, MOST_FITTED), seed)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _gp(seed: int) -> BaseSampler:
-    """It loads torch, with the first suggestion."""
     return optuna.samplers.GPSampler(seed=seed, n_startup_trials=1)
