@@ -214,6 +214,19 @@ def test_counts_that_settle_it_are_said_to() -> None:
     )
 
 
+def test_trials_that_were_chosen_by_what_others_came_to_are_neither_paired_nor_tested() -> None:
+    trials = [trial(number, ("fd", "eld")[number % 2], 50.0 + number) for number in range(40)]
+    tpe = {"sampler": {"name": "tpe"}, "space": {"kappa": {"type": "uniform", "low": 0, "high": 1}}}
+    learnt = build_report(spec(baseline=60, budget={"trials": 40}, **tpe), trials)
+    assert (learnt.comparison, learnt.pairs, learnt.independent) == (None, None, False)
+    assert "tpe chose" in learnt.remarks[0]
+    assert not any("p =" in remark or "%" in remark for remark in learnt.remarks)
+    assert "interval" not in to_json(learnt)["rows"][0]["beating"]
+    drawn = build_report(spec(baseline=60, budget={"trials": 40}, sampler={"name": "qmc"}), trials)
+    assert drawn.pairs is not None
+    assert (drawn.pairs.first_wins, drawn.independent) == (20, True)
+
+
 def test_too_few_trials_for_any_claim_are_called_that() -> None:
     report = report_of({"fd": [10.0] * 3, "eld": [30.0] * 3}, baseline=20)
     assert (compared(report).test, compared(report).p, compared(report).verdict) == ("none", None, "too_few")
