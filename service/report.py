@@ -43,6 +43,8 @@ def build_report(
     ended = {arm: [trial for trial in trials if trial.arm == arm and _counts(trial)] for arm in spec.arms}
     threshold = _threshold(spec, ended)
     arms = [_arm(arm, ended[arm], None if arm == spec.baseline else threshold) for arm in spec.arms]
+    if not spec.arms_share_draws:  # what is expected of n trials is of n in any order
+        arms = [arm.model_copy(update={"expected_best": []}) for arm in arms]
     comparisons = _comparisons(arms, ended) if spec.arms_share_draws else []
     return ReportView(
         sweep_id=sweep_id,

@@ -215,16 +215,18 @@ def test_counts_that_settle_it_are_said_to() -> None:
 
 
 def test_trials_that_were_chosen_by_what_others_came_to_are_neither_paired_nor_tested() -> None:
-    trials = [trial(number, ("fd", "eld")[number % 2], 50.0 + number) for number in range(40)]
-    tpe = {"sampler": {"name": "tpe"}, "space": {"kappa": {"type": "uniform", "low": 0, "high": 1}}}
-    learnt = build_report(spec(baseline=60, budget={"trials": 40}, **tpe), trials)
-    assert (learnt.comparison, learnt.pairs, learnt.independent) == (None, None, False)
-    assert "tpe chose" in learnt.remarks[0]
-    assert not any("p =" in remark or "%" in remark for remark in learnt.remarks)
-    assert "interval" not in to_json(learnt)["rows"][0]["beating"]
-    drawn = build_report(spec(baseline=60, budget={"trials": 40}, sampler={"name": "qmc"}), trials)
-    assert drawn.pairs is not None
-    assert (drawn.pairs.first_wins, drawn.independent) == (20, True)
+    outcomes = {"fd": [50.0 + n for n in range(20)], "eld": [60.0 + n for n in range(20)]}
+    space = {"kappa": {"type": "uniform", "low": 0, "high": 1}}
+    budget = {"trials": 40}
+    learnt = report_of(outcomes, baseline=60, sampler={"name": "tpe"}, space=space, budget=budget)
+    assert learnt.comparisons == []
+    assert learnt.conclusion == (
+        "Each arm was searched by itself, and nothing is tested. Best: fd 50.00, eld 60.00."
+    )
+    assert "Sampler tpe chose" in learnt.remarks[-1]
+    assert row(learnt, "fd").expected_best == [], "which is of trials in any order"
+    drawn = report_of(outcomes, baseline=60, sampler={"name": "qmc"}, space=space, budget=budget)
+    assert (compared(drawn).test, compared(drawn).verdict) == ("pairs", "first")
 
 
 def test_too_few_trials_for_any_claim_are_called_that() -> None:
