@@ -65,6 +65,15 @@ REQUESTS: dict[str, Named] = {
             "value": {"preset": "quickstart", "budget": {"trials": 12}, "resources": "auto"},
         },
         "spelt out": {"summary": "Two arms, three paired draws", "value": SMALL},
+        "searched": {
+            "summary": "TPE and Hyperband, each arm by itself",
+            "value": {
+                **SMALL,
+                "sampler": {"name": "tpe", "startup_trials": 5},
+                "pruner": {"name": "hyperband"},
+                "budget": {"trials": 40},
+            },
+        },
     },
     "Extension": {"more trials": {"summary": "Ten trials more", "value": {"trials": 10}}},
     "Changes": {

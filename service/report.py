@@ -43,7 +43,9 @@ def build_report(
     ended = {arm: [trial for trial in trials if trial.arm == arm and trial.counts] for arm in spec.arms}
     threshold = _threshold(spec, ended)
     arms = [_arm(arm, ended[arm], None if arm == spec.baseline else threshold) for arm in spec.arms]
-    comparisons = _comparisons(arms, ended)
+    if not spec.arms_share_draws:  # what is expected of n trials is of n in any order
+        arms = [arm.model_copy(update={"expected_best": []}) for arm in arms]
+    comparisons = _comparisons(arms, ended) if spec.arms_share_draws else []
     return ReportView(
         sweep_id=sweep_id,
         name=spec.name,
@@ -54,7 +56,7 @@ def build_report(
         caption=_caption(spec, threshold),
         arms=arms,
         comparisons=comparisons,
-        remarks=list(_remarks(state, trials)),
+        remarks=[*_remarks(state, trials), *([] if spec.arms_share_draws else [_learnt(spec)])],
     )
 
 
@@ -264,8 +266,11 @@ def _draws(n: int) -> str:
 def _conclusion(arms: Sequence[ArmReport], comparisons: Sequence[Comparison]) -> str:
     if not any(arm.n for arm in arms):
         return "No trial has ended yet."
-    if not comparisons:
+    if len(arms) == 1:
         return f"There is one arm, {arms[0].arm}: nothing is compared."
+    if not comparisons:
+        bests = ", ".join(f"{arm.arm} {arm.best:.2f}" for arm in arms if arm.best is not None)
+        return f"Each arm was searched by itself, and nothing is tested. Best: {bests or 'none yet'}."
     if len(comparisons) == 1:
         told_apart = comparisons[0].verdict in {"first", "second"}
         return f"{comparisons[0].sentence} {SCOPE}" if told_apart else comparisons[0].sentence
@@ -274,6 +279,14 @@ def _conclusion(arms: Sequence[ArmReport], comparisons: Sequence[Comparison]) ->
         return f"Of {len(comparisons)} comparisons of two arms, none tells them apart."
     said = " ".join(comparison.sentence for comparison in settled)
     return f"{said} {len(comparisons) - len(settled)} of {len(comparisons)} comparisons are open. {SCOPE}"
+
+
+def _learnt(spec: SweepSpec) -> str:
+    return (
+        f"Sampler {spec.sampler.name} chose an arm's trials by what earlier ones of it had come to: they are "
+        "neither paired nor independent, and intervals hold for independent ones. What compares is the best "
+        "of searches of one size, over several seeds: fraternal clone SWEEP --set sampler.seed=1."
+    )
 
 
 def _caption(spec: SweepSpec, threshold: float | None) -> str:

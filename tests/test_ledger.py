@@ -40,7 +40,7 @@ from tests.fakes import (
 )
 from trials.ledger import DATABASE_PATIENCE_S, Fenced, JournalAway, StudyLedger, perplexity
 from trials.pruners import MOST_INTERMEDIATE_VALUES, intermediate_epochs, rung_epochs
-from trials.spec import Budget, SuccessiveHalving, SweepSpec
+from trials.spec import Budget, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import (
     DamagedRows,
@@ -410,8 +410,7 @@ def test_no_trial_is_pruned_at_its_last_epoch() -> None:
 def test_rungs_are_epochs_that_optuna_hears_of_and_never_the_last(
     epochs: int, min_epochs: int, factor: int
 ) -> None:
-    halving = SuccessiveHalving(name="successive_halving", min_epochs=min_epochs, reduction_factor=factor)
-    rungs = rung_epochs(halving, epochs)
+    rungs = rung_epochs(min_epochs, factor, epochs)
     assert rungs <= intermediate_epochs(epochs) - {epochs}
     assert all(rung >= min_epochs for rung in rungs)
     if min_epochs < epochs <= MOST_INTERMEDIATE_VALUES:
@@ -979,7 +978,7 @@ def test_rung_that_a_trial_has_passed_is_not_decided_again_where_optuna_hears_no
     first, second = ledger.next_task(), ledger.next_task()
     assert first is not None
     assert second is not None
-    rung = min(rung_epochs(SuccessiveHalving(**halving), 100))
+    rung = min(rung_epochs(20, 2, 100))
     unheard = next(epoch for epoch in range(rung + 1, 100) if epoch not in intermediate_epochs(100))
     for epoch in range(1, rung + 1):
         assert ledger.record(first, with_loss(report_of(first, epoch), 5.0))

@@ -57,6 +57,34 @@ def test_sweep_ends_as_if_nothing_had_been_killed(
     assert_nothing_left(service, sweep_id)
 
 
+def test_sweep_that_learns_and_prunes_ends_as_if_its_driver_had_not_been_killed(
+    service: ServiceProcess, corpus: Path
+) -> None:
+    """One trial at a time, so that both sweeps learn in the same order."""
+    asked = small_spec(
+        corpus,
+        arms={"fd": {"regularizer": "fraternal"}},
+        space={"lr": {"type": "log_uniform", "low": 0.5, "high": 20.0}},
+        sampler={"name": "tpe", "startup_trials": 2},
+        pruner={"name": "hyperband", "reduction_factor": 2},
+        training={"epochs": 4, "batch_size": 10, "bptt": 20},
+        budget={"trials": 7},
+        resources={"max_concurrent": 1},
+    )
+    twin, sweep_id = service.submit(asked), service.submit(asked)
+    service.wait_for_epochs(sweep_id, 9)
+    kill_process(sweep_id, "service.drive")
+    for each in (twin, sweep_id):
+        assert service.wait_for_end(each)["state"] == "succeeded"
+    assert service.get(f"/v1/sweeps/{sweep_id}")["driver_generation"] == 2
+    ended, undisturbed = service.trials(sweep_id), service.trials(twin)
+    assert [trial["params"] for trial in ended] == [trial["params"] for trial in undisturbed]
+    assert [trial["state"] for trial in ended] == [trial["state"] for trial in undisturbed]
+    assert {trial["state"] for trial in ended} == {"COMPLETE", "PRUNED"}
+    assert service.checkpoints(sweep_id) == service.checkpoints(twin)
+    assert_nothing_left(service, sweep_id)
+
+
 def test_sweep_goes_on_and_ends_without_the_api(
     service: ServiceProcess, corpus: Path, undisturbed: dict[int, str]
 ) -> None:

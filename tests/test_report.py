@@ -214,6 +214,21 @@ def test_counts_that_settle_it_are_said_to() -> None:
     )
 
 
+def test_trials_that_were_chosen_by_what_others_came_to_are_neither_paired_nor_tested() -> None:
+    outcomes = {"fd": [50.0 + n for n in range(20)], "eld": [60.0 + n for n in range(20)]}
+    space = {"kappa": {"type": "uniform", "low": 0, "high": 1}}
+    budget = {"trials": 40}
+    learnt = report_of(outcomes, baseline=60, sampler={"name": "tpe"}, space=space, budget=budget)
+    assert learnt.comparisons == []
+    assert learnt.conclusion == (
+        "Each arm was searched by itself, and nothing is tested. Best: fd 50.00, eld 60.00."
+    )
+    assert "Sampler tpe chose" in learnt.remarks[-1]
+    assert row(learnt, "fd").expected_best == [], "which is of trials in any order"
+    drawn = report_of(outcomes, baseline=60, sampler={"name": "qmc"}, space=space, budget=budget)
+    assert (compared(drawn).test, compared(drawn).verdict) == ("pairs", "first")
+
+
 def test_too_few_trials_for_any_claim_are_called_that() -> None:
     report = report_of({"fd": [10.0] * 3, "eld": [30.0] * 3}, baseline=20)
     assert (compared(report).test, compared(report).p, compared(report).verdict) == ("none", None, "too_few")

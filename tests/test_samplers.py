@@ -5,14 +5,16 @@ import math
 from typing import Any
 
 import optuna
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import InMemoryStorage
 from scipy import stats
 
 from tests.fakes import MemoryJournal, open_ledger, spec
-from trials.samplers import build_sampler, suggest, unit_interval, value_at
+from trials.adaptive import build_sampler
+from trials.samplers import shuffled, sobol_point, suggest, unit_at, unit_interval, value_at
 from trials.spec import SweepSpec, TrialConfig
 
 SPACE = {
@@ -21,6 +23,7 @@ SPACE = {
     "non_monotone_interval": {"type": "integer", "low": 5, "high": 8},
     "lr": {"type": "log_uniform", "low": 0.1, "high": 100.0},
 }
+GRID = {name: SPACE[name] for name in ("batch_size", "non_monotone_interval")}
 LARGEST_U = 1 - 2.0**-53
 DRAWS = 4000
 
@@ -53,8 +56,9 @@ def test_value_does_not_depend_on_the_rest_of_the_space() -> None:
     assert [params["kappa"] for params in alone] == [params["kappa"] for params in together]
 
 
-def test_value_does_not_depend_on_who_runs_when_or_how_often_the_driver_restarts() -> None:
-    asked = spec(space=SPACE, budget={"trials": 12})
+@pytest.mark.parametrize("name", ["random", "qmc", "grid"])
+def test_value_does_not_depend_on_who_runs_when_or_how_often_the_driver_restarts(name: str) -> None:
+    asked = spec(space=GRID if name == "grid" else SPACE, sampler={"name": name}, budget={"trials": 12})
     one_by_one, ledger = {}, open_ledger(asked, InMemoryStorage(), MemoryJournal())
     for task in iter(ledger.next_task, None):
         one_by_one[task.number] = task.config
@@ -76,6 +80,91 @@ def test_arms_of_a_draw_are_paired_and_draws_differ() -> None:
 def test_another_seed_gives_other_values() -> None:
     first, second = (drawn(spec(space=SPACE, sampler={"seed": seed}), 2)[0] for seed in (1, 2))
     assert first["kappa"] != second["kappa"]
+
+
+# Sobol points and the grid: functions of (seed, draw), too.
+
+SEQUENCES = {
+    "qmc": {"space": SPACE, "sampler": {"name": "qmc", "seed": 7}},
+    "grid": {"space": GRID, "sampler": {"name": "grid", "seed": 7}},
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequence_is_the_same_in_both_arms_in_any_order_and_in_any_process(name: str) -> None:
+    asked = spec(**SEQUENCES[name])
+    params = drawn(asked, 24)
+    assert params[0::2] == params[1::2]
+    assert drawn(asked, 24, order=sorted(asked.space, reverse=True)) == params
+    study = optuna.create_study(sampler=build_sampler(asked))
+    late = [study.ask() for _ in range(24)]
+    for trial in reversed(late):
+        for parameter in asked.space:
+            suggest(trial, parameter, asked.space[parameter])
+    assert [trial.params for trial in late] == params
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_arm_that_fixes_a_parameter_has_the_others_values(name: str) -> None:
+    asked = spec(**SEQUENCES[name], arms={"free": {}, "fixed": {"batch_size": 10}}, budget={"trials": 12})
+    storage, seen = InMemoryStorage(), []
+    ledger = open_ledger(asked, storage, MemoryJournal())
+    for task in iter(ledger.next_task, None):
+        seen.append(task.config.training.non_monotone_interval)
+    assert seen[0::2] == seen[1::2]
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_the_specs_own_points_take_none_of_the_sequence(name: str) -> None:
+    plain = spec(**SEQUENCES[name], arms={"a": {}})
+    pointed = spec(**SEQUENCES[name], arms={"a": {}}, points=[{}, {"batch_size": 10}])
+    assert drawn(pointed, 10)[2:] == drawn(plain, 8)
+
+
+@given(seed=st.integers(0, 2**63 - 1), k=st.integers(1, 6))
+@settings(max_examples=20, deadline=None)
+def test_sobol_points_fall_evenly_into_every_interval_of_every_axis(seed: int, k: int) -> None:
+    points = [sobol_point(seed, 3, index) for index in range(2**k)]
+    for axis in range(3):
+        assert sorted(int(point[axis] * 2**k) for point in points) == list(range(2**k))
+
+
+def test_sobol_points_are_known_for_ever() -> None:
+    """They are scipy's: were another version's others, a sweep that goes on would try some twice."""
+    assert sobol_point(7, 2, 5) == [0.4575215242803097, 0.18157068639993668]
+
+
+@given(seed=st.integers(0, 2**63 - 1), size=st.integers(1, 40))
+def test_the_grid_is_gone_through_once_and_then_again_in_another_order(seed: int, size: int) -> None:
+    turns = [[shuffled(seed, size, turn * size + index) for index in range(size)] for turn in range(2)]
+    assert sorted(turns[0]) == sorted(turns[1]) == list(range(size))
+    assert size < 10 or turns[0] != turns[1]
+
+
+def test_every_order_of_a_grid_comes_equally_often() -> None:
+    orders = [tuple(shuffled(seed, 3, index) for index in range(3)) for seed in range(DRAWS)]
+    counts = [orders.count(order) for order in itertools.permutations(range(3))]
+    assert stats.chisquare(counts).pvalue > 0.01
+
+
+def test_a_grid_of_more_cells_than_can_be_listed_is_one() -> None:
+    cells = [shuffled(1, 10**30, index) for index in range(100)]
+    assert len(set(cells)) == 100
+    assert all(0 <= cell < 10**30 for cell in cells)
+
+
+def test_a_budget_of_the_grids_size_tries_every_combination_in_every_arm() -> None:
+    params = drawn(spec(**SEQUENCES["grid"]), 2 * 16)
+    combinations = set(itertools.product([10, 20, 30, 40], range(5, 9)))
+    assert {(each["batch_size"], each["non_monotone_interval"]) for each in params[0::2]} == combinations
+
+
+@given(u=st.floats(0, LARGEST_U), log=st.booleans())
+def test_a_values_quantile_gives_the_value_again(u: float, log: bool) -> None:
+    wide, whole = FloatDistribution(0.1, 100, log=log), IntDistribution(5, 800)
+    value = value_at(u, wide)
+    assert value_at(min(LARGEST_U, unit_at(value, wide)), wide) == pytest.approx(value)
+    assert value_at(unit_at(value_at(u, whole), whole), whole) == value_at(u, whole)
 
 
 def us(name: str) -> list[float]:

@@ -27,6 +27,7 @@ from trials.spec import (
     SweepSpec,
     TrialConfig,
     Uniform,
+    merged,
 )
 
 MINIMAL = {"corpus": {"name": "sotu"}, "budget": {"trials": 4}}
@@ -177,6 +178,7 @@ def choice(*values: Any) -> dict[str, Any]:
     return {"type": "choice", "values": list(values)}
 
 
+MANY = {"budget": {"trials": 100}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"colour": "red"}, "/colour"),
     "unknown field of a section": ({"model": {"lstms": 2}}, "/model/lstms"),
@@ -240,6 +242,49 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "/space/lr/log_uniform/low",
     ),
     "unknown regularizer": ({"arms": {"a": {"regularizer": "l2"}}}, "/arms/a/regularizer"),
+    "unknown sampler": ({"sampler": {"name": "bayes"}}, "/sampler"),
+    "option of another sampler": (
+        {"sampler": {"name": "qmc", "startup_trials": 3}},
+        "/sampler/qmc/startup_trials",
+    ),
+    "grid of a range without end": (
+        {"sampler": {"name": "grid"}, "space": {"batch_size": choice(10, 20), "kappa": uniform(0, 1)}},
+        "/space/kappa",
+    ),
+    "CMA-ES among choices": (
+        {
+            **MANY,
+            "sampler": {"name": "cmaes"},
+            "space": {"kappa": uniform(0, 1), "batch_size": choice(10, 20)},
+        },
+        "/space/batch_size",
+    ),
+    "CMA-ES of less than a population": (
+        {"sampler": {"name": "cmaes"}, "space": {"kappa": uniform(0, 1)}, "budget": {"trials": 8}},
+        "/budget/trials",
+    ),
+    "nothing to learn about": ({**MANY, "sampler": {"name": "tpe"}}, "/sampler/name"),
+    "every arm fixes what is searched": (
+        {
+            **MANY,
+            "sampler": {"name": "gp"},
+            "arms": {"a": {"kappa": 0}, "b": {"kappa": 1}},
+            "space": {"kappa": uniform(0, 1)},
+        },
+        "/sampler/name",
+    ),
+    "budget that ends before TPE learns": (
+        {"sampler": {"name": "tpe"}, "space": {"kappa": uniform(0, 1)}, "budget": {"trials": 20}},
+        "/budget/trials",
+    ),
+    "Hyperband of one bracket": (
+        {"pruner": {"name": "hyperband", "min_epochs": 4}, "training": {"epochs": 11}},
+        "/pruner",
+    ),
+    "median that comes too late": (
+        {"pruner": {"name": "median", "min_epochs": 3}, "training": {"epochs": 3}},
+        "/pruner/min_epochs",
+    ),
 }
 
 
@@ -252,6 +297,36 @@ def test_refusal_points_at(kind: str) -> None:
     for error in refusal.value.errors():
         pointers.add("".join(f"/{part}" for part in error["loc"]) + error.get("ctx", {}).get("pointer", ""))
     assert pointer in pointers
+
+
+@pytest.mark.parametrize(
+    "fits",
+    [
+        {"sampler": {"name": "grid"}, "space": {"batch_size": choice(10, 20), "kappa": uniform(0, 1)}},
+        {**MANY, "sampler": {"name": "cmaes"}, "space": {"kappa": choice(0, 1), "lr": uniform(1, 2)}},
+    ],
+)
+def test_what_every_arm_fixes_is_no_matter_of_the_sampler(fits: dict[str, Any]) -> None:
+    assert SweepSpec.model_validate({**MINIMAL, "arms": {"a": {"kappa": 0}, "b": {"kappa": 1}}, **fits})
+
+
+@pytest.mark.parametrize(
+    "fits",
+    [
+        {"sampler": {"name": "cmaes"}, "space": {"kappa": uniform(0, 1)}, "budget": {"trials": 9}},
+        {"sampler": {"name": "tpe"}, "space": {"kappa": uniform(0, 1)}, "budget": {"trials": 21}},
+        {"pruner": {"name": "hyperband", "min_epochs": 4}, "training": {"epochs": 12}},
+        {"sampler": {"seed": 3}},
+    ],
+)
+def test_what_is_just_enough_is(fits: dict[str, Any]) -> None:
+    assert SweepSpec.model_validate({**MINIMAL, **fits}).sampler.seed in {0, 3}
+
+
+def test_a_sampler_without_a_name_keeps_the_one_that_it_is_laid_over() -> None:
+    tpe = {"name": "tpe", "startup_trials": 5, "seed": 1}
+    assert merged({"sampler": tpe}, {"sampler": {"seed": 2}}) == {"sampler": {**tpe, "seed": 2}}
+    assert merged({"sampler": tpe}, {"sampler": {"name": "qmc"}}) == {"sampler": {"name": "qmc"}}
 
 
 def test_integers_serve_a_parameter_that_takes_fractions() -> None:

@@ -20,7 +20,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from trials.perplexity import finite_perplexity, perplexity
-from trials.pruners import intermediate_epochs, rung_epochs
+from trials.pruners import intermediate_epochs, rungs_of
 from trials.samplers import suggest
 from trials.spec import Budget, FailureClass, SweepSpec
 from trials.store import CheckpointStore
@@ -158,8 +158,6 @@ class StudyLedger:
         self._lock = threading.RLock()
         self._orders = journal.beat()
         self._study = open_study(spec, study_name or sweep_id, storage)
-        pruner = spec.pruner
-        self._rungs = rung_epochs(pruner, spec.training.epochs) if pruner.name != "none" else frozenset()
         self._trials: dict[int, Trial] = {}
         self._created = 0
         self._waiting: deque[int] = deque()
@@ -384,7 +382,8 @@ class StudyLedger:
     def _is_pruned(self, trial: Trial, epoch: int) -> bool:
         # Elsewhere the pruner would still see the latest rung. What was decided there is decided: against the
         # trials that have come since, it might not pass again.
-        if epoch not in self._rungs or epoch <= trial.user_attrs.get("passed_epoch", 0):
+        rungs = rungs_of(self._spec, self._spec.draw_of(trial.number))
+        if epoch not in rungs or epoch <= trial.user_attrs.get("passed_epoch", 0):
             return False
         if trial.should_prune():
             return True

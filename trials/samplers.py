@@ -1,4 +1,4 @@
-"""Samplers by name. Ours is counter-based: what a trial draws is a function of (seed, draw, parameter)."""
+"""Samplers whose values are a function of (seed, draw), whatever has happened. adaptive.py has the others."""
 
 import hashlib
 import math
@@ -9,14 +9,11 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial
 
-from trials.spec import Choice, Integer, LogUniform, SweepSpec, Uniform
+from trials.spec import Choice, Integer, LogUniform, Range, SweepSpec, Uniform
 
 
-class CounterSampler(BaseSampler):
-    """Independent random values that do not depend on order, parallelism or restarts.
-
-    The trials of one draw, one in each arm, get the same values: the arms are paired.
-    """
+class PerParameter(BaseSampler):
+    """Asks for each value by itself when it is needed: what a trial has already, or a client chose, stays."""
 
     def __init__(self, spec: SweepSpec) -> None:
         self._spec = spec
@@ -29,11 +26,103 @@ class CounterSampler(BaseSampler):
     ) -> dict[str, Any]:
         return {}
 
+
+class CounterSampler(PerParameter):
+    """Independent random values that do not depend on order, parallelism or restarts.
+
+    The trials of one draw, one in each arm, get the same values: the arms are paired.
+    """
+
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         u = unit_interval(self._spec.sampler.seed, self._spec.draw_of(trial.number), param_name)
         return value_at(u, param_distribution)
+
+
+class SequenceSampler(CounterSampler):
+    """Points of a sequence of the whole space, by their index: a draw's are the same in every arm.
+
+    The spec's own points are the first draws, and take none of the sequence; what they leave out is random.
+    """
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        index = self._spec.draw_of(trial.number) - len(self._spec.points)
+        if index < 0:
+            return super().sample_independent(study, trial, param_name, param_distribution)
+        return self.value(index, param_name, param_distribution)
+
+    def value(self, index: int, name: str, distribution: BaseDistribution) -> Any:
+        raise NotImplementedError
+
+
+class SobolSampler(SequenceSampler):
+    """Sobol points, scrambled by Owen's method (scipy.stats.qmc.Sobol)."""
+
+    def __init__(self, spec: SweepSpec) -> None:
+        super().__init__(spec)
+        self._axes = sorted(spec.searched)
+        self._latest: tuple[int, list[float]] = -1, []
+
+    def value(self, index: int, name: str, distribution: BaseDistribution) -> Any:
+        if index != self._latest[0]:
+            self._latest = index, sobol_point(self._spec.sampler.seed, len(self._axes), index)
+        return value_at(self._latest[1][self._axes.index(name)], distribution)
+
+
+def sobol_point(seed: int, dimensions: int, index: int) -> list[float]:
+    """The point of this index, 0-based, in [0, 1)^dimensions."""
+    from scipy.stats import qmc  # half a second, which other sweeps do without
+
+    sequence = qmc.Sobol(dimensions, scramble=True, rng=seed)
+    if index:
+        sequence.fast_forward(index)
+    return list(map(float, sequence.random(1)[0]))
+
+
+class ShuffledGrid(SequenceSampler):
+    """Every combination of values once, in an order of the seed's; then all again, in another order."""
+
+    def __init__(self, spec: SweepSpec) -> None:
+        super().__init__(spec)
+        self._values = {name: grid_values(spec.searched[name]) for name in sorted(spec.searched)}
+        self._latest = -1, 0
+
+    def value(self, index: int, name: str, distribution: BaseDistribution) -> Any:
+        if index != self._latest[0]:
+            size = math.prod(map(len, self._values.values()))
+            self._latest = index, shuffled(self._spec.sampler.seed, size, index)
+        cell = self._latest[1]
+        for axis, values in self._values.items():
+            cell, place = divmod(cell, len(values))
+            if axis == name:
+                return values[place]
+        raise KeyError(name)
+
+
+def grid_values(choices: Range) -> Any:
+    match choices:
+        case Choice(values=values):
+            return values
+        case Integer(low=low, high=high):
+            return range(low, high + 1)
+    raise TypeError(f"no grid has {choices!r}")
+
+
+def shuffled(seed: int, size: int, index: int) -> int:
+    """The element of this index: range(size) in a random order, then again in another one, and so on.
+
+    Fisher and Yates's shuffle, of which only what has been moved is kept, as far as the index.
+    """
+    turn, index = divmod(index, size)
+    moved: dict[int, int] = {}
+    for place in range(index + 1):
+        u = unit_interval(seed, place, f"turn {turn} of a grid")
+        other = min(size - 1, place + int(u * (size - place)))
+        element, moved[other] = moved.get(other, other), moved.get(place, place)
+    return element
 
 
 def unit_interval(seed: int, draw: int, name: str) -> float:
@@ -56,6 +145,18 @@ def value_at(u: float, distribution: BaseDistribution) -> Any:
     raise TypeError(f"no quantile for {distribution!r}")
 
 
+def unit_at(value: float, distribution: BaseDistribution) -> float:
+    """The middle of the quantiles that come to this value of a range: value_at's inverse."""
+    match distribution:
+        case IntDistribution(low=low, high=high):
+            return (value - low + 0.5) / (high - low + 1)
+        case FloatDistribution(low=low, high=high, log=True):
+            return (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))
+        case FloatDistribution(low=low, high=high):
+            return (value - low) / (high - low)
+    raise TypeError(f"no order in {distribution!r}")
+
+
 def _between(low: float, high: float, value: float) -> float:
     """Rounding may carry a quantile past the ends."""
     return min(high, max(low, value))
@@ -72,7 +173,3 @@ def suggest(trial: Trial, name: str, choices: Choice | Uniform | LogUniform | In
             return trial.suggest_float(name, low, high, log=True)
         case Uniform(low=low, high=high):
             return trial.suggest_float(name, low, high)
-
-
-def build_sampler(spec: SweepSpec) -> BaseSampler:
-    return {"random": CounterSampler}[spec.sampler.name](spec)

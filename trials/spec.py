@@ -9,6 +9,7 @@ Nothing is converted: JSON's true is no number, "3" is none, and 3.5 is no count
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -171,11 +172,71 @@ Point = dict[str, Scalar]
 """Values of parameters of the space; what it leaves out is sampled."""
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+StartupTrials = Annotated[int, Field(ge=1)]
+
+
 class RandomSampler(Wire):
     """Counter-based: a value is a function of (seed, draw, parameter) and of nothing else."""
 
     name: Literal["random"] = "random"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
+
+
+class QMCSampler(Wire):
+    """Scrambled Sobol points, which fill the space more evenly than chance, best in 2, 4, 8, … draws. A value
+    is a function of (seed, draw, space)."""
+
+    name: Literal["qmc"]
+    seed: Seed = 0
+
+
+class GridSampler(Wire):
+    """Every combination of the space's choices and integers, in an order that the seed shuffles. A budget of
+    fewer draws tries a part of the grid; one of more begins again, in another order, from other weights."""
+
+    name: Literal["grid"]
+    seed: Seed = 0
+
+
+class TPESampler(Wire):
+    """Tree-structured Parzen estimators (Bergstra et al. 2011): each arm learns from its own trials."""
+
+    name: Literal["tpe"]
+    startup_trials: StartupTrials = 10
+    """Trials of an arm that end before it learns; until then draws are random, and the arms share them."""
+    seed: Seed = 0
+
+
+class GPSampler(Wire):
+    """Expected improvement under a Gaussian process: each arm learns from its own trials. It takes about half
+    a second a trial, and pays where trials are few and long."""
+
+    name: Literal["gp"]
+    startup_trials: StartupTrials = 10
+    """Trials of an arm that end before it learns; until then draws are random, and the arms share them."""
+    seed: Seed = 0
+
+
+class CMAESSampler(Wire):
+    """CMA-ES (Hansen 2016), for spaces without choices: each arm adapts a normal distribution to its own
+    trials, after every 4 + 3 ln(dimensions) of them."""
+
+    name: Literal["cmaes"]
+    seed: Seed = 0
+
+
+def _named(given: Any) -> Any:
+    return {"name": "random", **given} if isinstance(given, dict) else given
+
+
+Sampler = Annotated[
+    Annotated[
+        RandomSampler | QMCSampler | GridSampler | TPESampler | GPSampler | CMAESSampler,
+        Field(discriminator="name"),
+    ],
+    BeforeValidator(_named),
+]
 
 
 class NoPruner(Wire):
@@ -184,14 +245,48 @@ class NoPruner(Wire):
     name: Literal["none"] = "none"
 
 
+MinEpochs = Annotated[int, Field(ge=1)]
+ReductionFactor = Annotated[int, Field(ge=2)]
+
+
 class SuccessiveHalving(Wire):
     """Asynchronous successive halving (Li et al. 2018), within each arm: arms never prune one another."""
 
     name: Literal["successive_halving"]
-    min_epochs: Annotated[int, Field(ge=1)] = 1
+    min_epochs: MinEpochs = 1
     """Epochs before the first rung."""
-    reduction_factor: Annotated[int, Field(ge=2)] = 3
+    reduction_factor: ReductionFactor = 3
     """One in so many trials of an arm passes a rung."""
+
+
+class Hyperband(Wire):
+    """Hyperband (Li et al. 2018), within each arm: successive halving in brackets, each of which has fewer
+    trials than the one before, and begins to prune later. A trial's bracket is a function of its draw."""
+
+    name: Literal["hyperband"]
+    min_epochs: MinEpochs = 1
+    """Epochs before the first rung of the first bracket."""
+    reduction_factor: ReductionFactor = 3
+    """One in so many trials of a bracket passes a rung; each bracket's first rung is so many times later."""
+
+    def first_rungs(self, epochs: int) -> list[int]:
+        """Of each bracket. The last one's may be the last epoch: its trials run to their end."""
+        rungs, rung = [], self.min_epochs
+        while rung <= epochs:
+            rungs.append(rung)
+            rung *= self.reduction_factor
+        return rungs
+
+
+class MedianPruner(Wire):
+    """Ends a trial whose best perplexity so far is above the median, at the same epoch, of those of its arm
+    that have run to their end."""
+
+    name: Literal["median"]
+    min_epochs: MinEpochs = 1
+    """Epochs that every trial runs."""
+    startup_trials: StartupTrials = 5
+    """Trials of an arm that run to their end before any is pruned."""
 
 
 MOST_TRIALS = 100_000
@@ -246,7 +341,7 @@ class Retention(Wire):
     """Of so many best trials of each arm; null: of all. Failed trials keep theirs, to be tried again."""
 
 
-Pruner = Annotated[NoPruner | SuccessiveHalving, Field(discriminator="name")]
+Pruner = Annotated[NoPruner | SuccessiveHalving | Hyperband | MedianPruner, Field(discriminator="name")]
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -316,7 +411,7 @@ class SweepSpec(Wire):
     """To be tried first, in this order: each is a draw, of every arm."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Of the queued sweeps, one with the highest starts first; of equals, the one that came first."""
-    sampler: RandomSampler = RandomSampler()
+    sampler: Sampler = RandomSampler()
     pruner: Pruner = NoPruner()
     budget: Budget
     resources: Resources = Resources()
@@ -368,6 +463,78 @@ class SweepSpec(Wire):
                 "/baseline",
             )
         return self
+
+    @model_validator(mode="after")
+    def _search_fits(self) -> Self:
+        """The sampler can search this space within the budget, and the pruner has something to prune."""
+        kind = self.sampler.name
+        if isinstance(self.sampler, GridSampler):
+            self._refuse(
+                Uniform | LogUniform,
+                "grid takes every combination of values, and a continuous range has no end of them: list "
+                "some as a choice, or let sampler qmc cover the range evenly",
+            )
+        if isinstance(self.sampler, CMAESSampler):
+            self._refuse(
+                Choice,
+                "cmaes moves along ranges, and a choice has no order: make it an integer or a uniform range, "
+                "fix it in the arms, or let tpe or gp sample",
+            )
+        if not self.arms_share_draws and not self.searched:
+            words = f"{kind} learns what to sample, and the arms leave nothing of the space open: take random"
+            raise _problem("nothing_to_sample", words, "/sampler/name")
+        if self.draws <= (begins := self._trials_before_learning):
+            words = (
+                f"{kind} learns from an arm's first {begins} trials, and {self.budget.trials} trials of "
+                f"{len(self.arms)} arms are no more than {self.draws} for each: raise budget.trials"
+            )
+            if isinstance(self.sampler, TPESampler | GPSampler):
+                words += ", or lower sampler.startup_trials"
+            raise _problem("nothing_to_learn", f"{words}, or take random or qmc", "/budget/trials")
+        self._check_pruner()
+        return self
+
+    def _refuse(self, kinds: Any, words: str) -> None:
+        """Raises PydanticCustomError where a parameter that is searched for is one of these."""
+        for name, choices in self.searched.items():
+            if isinstance(choices, kinds) and len(set(choices.extremes)) > 1:
+                raise _problem("not_for_this_sampler", words, f"/space/{_escaped(name)}")
+
+    def _check_pruner(self) -> None:
+        pruner, epochs = self.pruner, self.training.epochs
+        if isinstance(pruner, MedianPruner) and pruner.min_epochs >= epochs:
+            words = f"min_epochs {pruner.min_epochs} prunes nothing: training.epochs is {epochs}"
+            raise _problem("nothing_to_prune", words, "/pruner/min_epochs")
+        if isinstance(pruner, Hyperband) and len(pruner.first_rungs(epochs)) < 2:
+            words = (
+                f"hyperband with training.epochs {epochs} and pruner.min_epochs {pruner.min_epochs} has one "
+                f"bracket: train for {pruner.min_epochs * pruner.reduction_factor} epochs or more, or take "
+                "successive_halving, which that is"
+            )
+            raise _problem("one_bracket", words, "/pruner")
+
+    @property
+    def _trials_before_learning(self) -> int:
+        """Of an arm; 0 for samplers that learn nothing."""
+        if isinstance(self.sampler, CMAESSampler):
+            return max(map(cmaes_population, self.open_dimensions), default=0)
+        return self.sampler.startup_trials if isinstance(self.sampler, TPESampler | GPSampler) else 0
+
+    @property
+    def open_dimensions(self) -> list[int]:
+        """Of each arm that leaves any open, how many parameters are searched for."""
+        return [count for arm in self.arms if (count := sum(1 for _ in self.sampled(arm)))]
+
+    @property
+    def searched(self) -> dict[str, Range]:
+        """The part of the space that any arm leaves open."""
+        fixed_by_all = set.intersection(*(set(fixed) for fixed in self.arms.values()))
+        return {name: choices for name, choices in self.space.items() if name not in fixed_by_all}
+
+    @property
+    def arms_share_draws(self) -> bool:
+        """Whether the trials of a draw have the same values; else each arm's sampler learns for itself."""
+        return isinstance(self.sampler, RandomSampler | QMCSampler | GridSampler)
 
     @property
     def draws(self) -> int:
@@ -475,13 +642,23 @@ class SweepRequest(SweepSpec):
     measured, and the sweep says what it chose."""
 
 
+def cmaes_population(dimensions: int) -> int:
+    """How many trials CMA-ES learns from at a time (Hansen 2016, table 1)."""
+    return 4 + int(3 * math.log(dimensions))
+
+
 def merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """`given` laid over `base`: sections merge field by field, anything else is replaced whole."""
+    """`given` laid over `base`: sections merge field by field, anything else is replaced whole.
+
+    A sampler is a section as long as its name stays: `{"seed": 2}` is the same one with another seed.
+    """
     sections = {
         key: {**base[key], **given[key]}
-        for key in ("model", "training", "regularization", "budget", "resources")
+        for key in ("model", "training", "regularization", "budget", "resources", "sampler")
         if isinstance(base.get(key), dict) and isinstance(given.get(key), dict)
     }
+    if "sampler" in sections and sections["sampler"].get("name") != base["sampler"].get("name"):
+        del sections["sampler"]
     return {**base, **given, **sections}
 
 

@@ -12,8 +12,8 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy import select
 
+from trials.adaptive import build_sampler
 from trials.pruners import build_pruner
-from trials.samplers import build_sampler
 from trials.spec import SweepSpec
 from trials.tasks import Failure
 
