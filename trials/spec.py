@@ -1,8 +1,8 @@
 """The wire format of a sweep: everything a client may ask for, and nothing else. No ray, no torch.
 
 A `SweepSpec` names a corpus and a base configuration (`model`, `training`, `regularization`), the `arms` to
-compare and the `space` to sample from. Trial n belongs to arm n mod A and to draw n div A, so that arms share
-their draws: they are paired.
+compare and the `space` to sample from. Trial n belongs to arm n mod A and to draw n div A. Unless
+the sampler learns, arms share what is drawn: they are paired.
 
 Nothing is converted: JSON's true is no number, "3" is none, and 3.5 is no count.
 """
