@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import BaseDistribution
 from optuna.importance import PedAnovaImportanceEvaluator
 from optuna.trial import TrialState, create_trial
 
 from service.schemas import TrialView
-from trials.spec import Choice, Integer, LogUniform, Range, SweepSpec
+from trials.adaptive import distribution_of
+from trials.spec import SweepSpec
 
 FEWEST = 10
 """Trials; from fewer nothing can be said."""
@@ -20,7 +21,7 @@ def find_importances(spec: SweepSpec, trials: Sequence[TrialView]) -> dict[str, 
     PED-ANOVA (Watanabe et al. 2023), over the completed trials of the arms that sample a parameter.
     """
     completed = [trial for trial in trials if trial.state == "COMPLETE" and trial.best_valid_loss is not None]
-    distributions = {name: _distribution(choices) for name, choices in spec.space.items()}
+    distributions = {name: distribution_of(choices) for name, choices in spec.space.items()}
     found = {}
     for name, distribution in distributions.items():
         some = [trial for trial in completed if name in trial.params]
@@ -46,12 +47,3 @@ def _importance(name: str, distribution: BaseDistribution, trials: Sequence[Tria
         ]
     )
     return PedAnovaImportanceEvaluator().evaluate(study, params=[name])[name]
-
-
-def _distribution(choices: Range) -> BaseDistribution:
-    match choices:
-        case Choice(values=values):
-            return CategoricalDistribution(values)
-        case Integer(low=low, high=high):
-            return IntDistribution(low, high)
-    return FloatDistribution(choices.low, choices.high, log=isinstance(choices, LogUniform))
