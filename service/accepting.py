@@ -1,29 +1,25 @@
 """Which of several forms of an answer a client would rather have."""
 
+import re
 from collections.abc import Sequence
+
+QUALITY = re.compile(r";\s*q=\s*(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)\s*(?:;|$)")
 
 
 def preferred(accept: str, offered: Sequence[str]) -> str:
-    """The media type that an Accept header wishes for most; the first of those offered where it does not say.
-
-    What is asked for by name goes before what a wildcard allows.
+    """The media type that an Accept header wishes for most (RFC 9110, 12.5.1); of equals, one that it names,
+    and then the first of those offered. Also where it wishes for none of them.
     """
-    wishes = _wishes(accept)
-    return max(offered, key=lambda offer: (_quality(offer, wishes), -offered.index(offer)))
-
-
-def _wishes(accept: str) -> dict[str, float]:
-    found = {}
+    wishes = {}
     for wish in accept.lower().split(","):
-        media_type, _, parameters = wish.partition(";")
-        quality = parameters.replace(" ", "").partition("q=")[2] or "1"
-        found[media_type.strip()] = float(quality) if quality.replace(".", "", 1).isdigit() else 1.0
-    return found
+        quality = QUALITY.search(wish)
+        wishes[wish.partition(";")[0].strip()] = float(quality[1]) if quality else 1.0
+    return max(offered, key=lambda offer: (*_quality(offer, wishes), -offered.index(offer)))
 
 
-def _quality(offer: str, wishes: dict[str, float]) -> tuple[bool, float]:
-    """Whether it is named, and how much it is wished for."""
+def _quality(offer: str, wishes: dict[str, float]) -> tuple[float, bool]:
+    """How much it is wished for, and whether by its name."""
     if offer in wishes:
-        return wishes[offer] > 0, wishes[offer]
+        return wishes[offer], True
     group = f"{offer.partition('/')[0]}/*"
-    return False, wishes.get(group, wishes.get("*/*", 0.0))
+    return wishes.get(group, wishes.get("*/*", 0.0)), False

@@ -267,7 +267,8 @@ def report(
         raise CommandFailed("a report is printed in one form: give one of --markdown, --html and --json")
     with open_client(url, token_file) as client:
         if markdown or html:
-            print(client.written_report(sweep_id, "text/html" if html else "text/markdown"), end="")
+            written = client.written_report(sweep_id, "text/html" if html else "text/markdown")
+            typer.echo(written.encode(), nl=False)  # UTF-8, as the page says, whatever the locale
             return
         result = client.report(sweep_id)
     if as_json:

@@ -126,7 +126,7 @@ class FraternalClient:
 
     def report(self, sweep_id: str) -> ReportView:
         """What the trials so far say about the arms."""
-        return self._ask("GET", f"{_path(sweep_id)}/report", ReportView)
+        return self._ask("GET", f"{_path(sweep_id)}/report", ReportView, timeout=REPORT_TIMEOUT_S)
 
     def written_report(self, sweep_id: str, media_type: Literal["text/markdown", "text/html"]) -> str:
         """The report as it is to be read."""

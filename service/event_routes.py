@@ -77,7 +77,7 @@ def watch_events(
     streams: Streams = request.app.state.streams
     named = last_event_id or after
     cursor = _cursor(log, sweep_id, "Last-Event-ID" if last_event_id else "after", named)
-    paged = preferred(request.headers.get("accept", ""), FORMS) == "application/json"
+    paged = preferred(", ".join(request.headers.getlist("accept")), FORMS) == "application/json"
     look = log.after(sweep_id, cursor, limit + 1 if paged else 1)
     if look.state is None:
         raise SweepNotFound(f"there is no sweep {sweep_id!r}; GET /v1/sweeps lists them")

@@ -272,6 +272,7 @@ _REPORT = ReportView(
                 ratio=0.991,
                 interval=None,
                 p=0.5,
+                ahead="first",
                 could_differ=False,
                 draws_for_power=None,
             ),

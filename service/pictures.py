@@ -19,6 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 from scipy.interpolate import make_smoothing_spline
 
+from service.report import LARGEST
 from service.report_schemas import ReportView
 from service.schemas import TrialView
 from trials.spec import Choice, LogUniform, SweepSpec
@@ -30,12 +31,14 @@ DASHES = ("-", "--", "-.", ":")
 WIDTH, HEIGHT = 5.2, 3.2
 """Inches."""
 MOST_POINTS = 60
-"""Of one trial's curve: more cannot be told apart, and make the page heavy."""
+"""Of a curve: more cannot be told apart, and make the page heavy."""
 MOST_DRAWN = 1000
 """Trials."""
+MOST_EPOCHS = 100_000
 MOST_THIN = 250
 """Trials that have a line of their own in a picture of all."""
 FEWEST_TO_SMOOTH = 8
+BINS = 40
 MOST_COLUMNS = 3
 STYLE: Any = {
     "font.size": 9.0,
@@ -78,16 +81,14 @@ class Story:
     report: ReportView
     trials: Sequence[TrialView]
     epochs: Sequence[Epoch]
-    """By trial and epoch; of the trials that are drawn."""
+    """By trial and epoch, of the trials that are drawn."""
 
-    @property
-    def every(self) -> int:
-        """Of more than MOST_DRAWN trials every so-manieth is drawn, by number."""
-        return every_of(len(self.trials))
+    every: int = 1
+    """Of very many, every so-manieth draw is drawn, in all arms."""
 
     @property
     def drawn(self) -> list[TrialView]:
-        return [trial for trial in self.trials if trial.number % self.every == 0]
+        return [trial for trial in self.trials if trial.number // len(self.spec.arms) % self.every == 0]
 
     @property
     def looks(self) -> Mapping[str, tuple[str, str]]:
@@ -112,8 +113,9 @@ class Picture:
     caption: str
 
 
-def every_of(trials: int) -> int:
-    return max(1, math.ceil(trials / MOST_DRAWN))
+def every_of(trials: int, epochs: int) -> int:
+    """Of which draws a picture can be made in seconds."""
+    return max(1, math.ceil(max(trials / MOST_DRAWN, epochs / MOST_EPOCHS)))
 
 
 def draw_all(story: Story) -> Iterator[Picture]:
@@ -256,13 +258,17 @@ def _smooth(
         axes.plot([], [], **line)  # for the legend
         return
     at = np.log(x) if log else np.asarray(x)
-    places, inverse = np.unique(at, return_inverse=True)
+    low, high = float(at.min()), float(at.max())
+    # In bins: scipy's choice of how smooth it is breaks down where points lie close together.
+    places, inverse = np.unique(np.round((at - low) / (high - low) * BINS) / BINS, return_inverse=True)
+    if len(places) < FEWEST_TO_SMOOTH:
+        axes.plot([], [], **line)
+        return
     counts = np.bincount(inverse)
-    means = np.bincount(inverse, weights=np.log(y)) / counts
-    unit = (places - places[0]) / (places[-1] - places[0])
-    spline = make_smoothing_spline(unit, means, w=counts.astype(float))
+    means = np.bincount(inverse, weights=np.log(np.minimum(y, LARGEST))) / counts
+    spline = make_smoothing_spline(places, means, w=counts.astype(float))
     shown = np.linspace(0, 1, 60)
-    back = places[0] + shown * (places[-1] - places[0])
+    back = low + shown * (high - low)
     axes.plot(np.exp(back) if log else back, np.exp(spline(shown)), **line)
 
 
@@ -387,14 +393,12 @@ def use(story: Story) -> Picture | None:
     ]
     if len(spans) < 2:
         return None
-    start, end = min(span[0] for span in spans), max(span[1] for span in spans)
+    begun, ended, trained = np.array(spans).T
+    start, end = float(begun.min()), float(ended.max())
     scale, unit = _time_unit(end - start)
     edges = np.linspace(start, end, 120)
-    busy, tokens = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1)
-    for begun, ended, trained in spans:
-        inside = np.clip(np.minimum(ended, edges[1:]) - np.maximum(begun, edges[:-1]), 0, None)
-        busy += inside / (edges[1] - edges[0])
-        tokens += inside / (ended - begun) * trained / (edges[1] - edges[0])
+    busy = _rate(begun, ended, ended - begun, edges)
+    tokens = _rate(begun, ended, trained, edges)
     busy, tokens = busy * story.every, tokens * story.every
     resources = story.spec.resources
     what, each = ("GPUs", resources.gpus) if resources.gpus else ("cores", resources.cpus)
@@ -406,13 +410,13 @@ def use(story: Story) -> Picture | None:
     lower.fill_between(at, tokens, step="post", color=COLOURS[2], alpha=0.5, linewidth=0)
     lower.set(ylabel="trained tokens/s", xlabel=f"{unit} since the first epoch began", ylim=(0, None))
     lower.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
-    seconds, trained = (sum(of) * story.every for of in zip(*((e - b, t) for b, e, t in spans), strict=True))
-    hours = f"{seconds * each / 3600:.2f} {what[:-1]}-hours"
+    hours = f"{float((ended - begun).sum()) * story.every * each / 3600:.2f} {what[:-1]}-hours"
+    tokens_trained = round(float(trained.sum())) * story.every
     share = f"{each:g} {what if each != 1 else what[:-1]}"
     return _picture(
         figure,
         f"What of the {'GPUs' if resources.gpus else 'cores'} was used",
-        f"{hours} of training and validation, {trained:,} tokens.",
+        f"{hours} of training and validation, {tokens_trained:,} tokens.",
         f"By the epochs on record: each trial has {share} while it trains or validates. In all {hours}.",
     )
 
@@ -429,6 +433,23 @@ DRAWN: tuple[Callable[[Story], Picture | None], ...] = (
 
 
 # Parts.
+
+
+def _rate(begun: np.ndarray, ended: np.ndarray, amounts: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """How much a second of what each span has, evenly over its length, falls between each two edges."""
+    order, after = np.argsort(begun), np.argsort(ended)
+    speeds = amounts / (ended - begun)
+
+    def done_by(times: np.ndarray, at: np.ndarray, speed: np.ndarray) -> np.ndarray:
+        """The sum of speed * (at - time) over the times that are past."""
+        past = np.searchsorted(times, at)
+        of_speed, of_time = (np.concatenate([[0.0], np.cumsum(x)]) for x in (speed, speed * times))
+        return np.asarray(of_speed[past] * at - of_time[past])
+
+    first = edges[0]  # times since 1970 squared would leave no digits
+    done = done_by(begun[order] - first, edges - first, speeds[order])
+    done = done - done_by(ended[after] - first, edges - first, speeds[after])
+    return np.asarray(np.maximum(np.diff(done) / np.diff(edges), 0.0))
 
 
 class _Few(LogFormatter):
@@ -473,14 +494,14 @@ def _quartiles(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int]
     for curve in curves:
         for epoch, perplexity in curve:
             by_epoch.setdefault(epoch, []).append(perplexity)
-    epochs = sorted(by_epoch)
+    epochs = [epoch for epoch, _ in _thinned([(epoch, 0.0) for epoch in sorted(by_epoch)])]
     found = [np.quantile(by_epoch[epoch], [0.25, 0.5, 0.75]) for epoch in epochs]
     return epochs, [[float(of[k]) for of in found] for k in range(3)]
 
 
 def _robust(values: Sequence[float | None]) -> tuple[float, float]:
     """Limits of a logarithmic axis that a few trials that went wrong do not stretch."""
-    known = np.asarray([value for value in values if value is not None])
+    known = np.minimum([value for value in values if value is not None], LARGEST)
     low, middle, high = float(known.min()), float(np.median(known)), float(np.quantile(known, 0.97))
     high = max(high, middle * (middle / low) ** 0.5, low * 1.02)
     margin = (high / low) ** 0.05

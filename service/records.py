@@ -11,6 +11,7 @@ from pydantic_core import from_json, to_json
 from sqlalchemy import (
     Connection,
     Engine,
+    Integer,
     RowMapping,
     bindparam,
     delete,
@@ -448,10 +449,11 @@ class Records:
             names = tuple(found.keys())
             return [dict(zip(names, row, strict=True)) for row in found.all()]
 
-    def epochs_of(self, sweep_id: str, every: int) -> Sequence[Any]:
-        """What the pictures of a report take of each epoch of every so-manieth trial, by trial and epoch."""
+    def epochs_of(self, sweep_id: str, arms: int, every: int) -> Sequence[Any]:
+        """What the pictures of a report take of each epoch of every so-manieth draw, by trial and epoch."""
+        asked = {"sweep_id": sweep_id, "arms": arms, "every": every}
         with self.engine.connect() as connection:
-            return connection.execute(_EPOCHS, {"sweep_id": sweep_id, "every": every}).all()
+            return connection.execute(_EPOCHS, asked).all()
 
     def pinned(self, sweep_id: str) -> set[int]:
         """Numbers of the trials whose best checkpoints stay."""
@@ -682,6 +684,7 @@ _CURVE = (
     .where(epochs.c.sweep_id == bindparam("sweep_id"), epochs.c.number == bindparam("number"))
     .order_by(epochs.c.epoch)
 )
+_DRAW = epochs.c.number // bindparam("arms", type_=Integer)
 _EPOCHS = (
     select(
         epochs.c.number,
@@ -691,7 +694,7 @@ _EPOCHS = (
         epochs.c.seconds,
         epochs.c.tokens,
     )
-    .where(epochs.c.sweep_id == bindparam("sweep_id"), epochs.c.number % bindparam("every") == 0)
+    .where(epochs.c.sweep_id == bindparam("sweep_id"), _DRAW % bindparam("every") == 0)
     .order_by(epochs.c.number, epochs.c.epoch)
 )
 _NEWEST = (

@@ -16,6 +16,8 @@ from service.report_schemas import ArmReport, Comparison, Counts, Pairs, Proport
 from service.report_texts import p_text, percent
 from service.schemas import TrialView
 from service.statistics import (
+    MOST_DRAWN,
+    MOST_PAIRS,
     SIGNIFICANT,
     compare_counts,
     compare_pairs,
@@ -32,8 +34,15 @@ ONE_LOOK = (
     "The sweep has not ended. Who looks again and again, and stops at the first p below 0.05, finds "
     "differences that are none: let it end as it was planned."
 )
+JUDGE_ANEW = (
+    "Further draws are judged by themselves, in a sweep of their own with another seed: who adds to these "
+    "until p is small finds differences that are none."
+)
 LARGEST = 1e100
 """Perplexity: of larger ones no mean is finite."""
+MOST_SETTLED = 3
+"""Comparisons that the conclusion tells of."""
+Ahead = Literal["first", "second"]
 Test = Literal["pairs", "counts", "none"]
 
 
@@ -42,10 +51,11 @@ def build_report(
 ) -> ReportView:
     ended = {arm: [trial for trial in trials if trial.arm == arm and trial.counts] for arm in spec.arms}
     threshold = _threshold(spec, ended)
-    arms = [_arm(arm, ended[arm], None if arm == spec.baseline else threshold) for arm in spec.arms]
+    drawn = MOST_DRAWN // len(spec.arms)
+    arms = [_arm(arm, ended[arm], None if arm == spec.baseline else threshold, drawn) for arm in spec.arms]
     if not spec.arms_share_draws:  # what is expected of n trials is of n in any order
         arms = [arm.model_copy(update={"expected_best": []}) for arm in arms]
-    comparisons = _comparisons(arms, ended) if spec.arms_share_draws else []
+    comparisons = _comparisons(spec, arms, ended) if spec.arms_share_draws else []
     return ReportView(
         sweep_id=sweep_id,
         name=spec.name,
@@ -56,7 +66,11 @@ def build_report(
         caption=_caption(spec, threshold),
         arms=arms,
         comparisons=comparisons,
-        remarks=[*_remarks(state, trials), *([] if spec.arms_share_draws else [_learnt(spec)])],
+        remarks=[
+            *_remarks(spec, state, trials),
+            *([JUDGE_ANEW] if any(comparison.further for comparison in comparisons) else []),
+            *([] if spec.arms_share_draws else [_learnt(spec)]),
+        ],
     )
 
 
@@ -82,7 +96,7 @@ def _threshold(spec: SweepSpec, ended: Mapping[str, list[TrialView]]) -> float |
     return spec.baseline
 
 
-def _arm(arm: str, trials: list[TrialView], threshold: float | None) -> ArmReport:
+def _arm(arm: str, trials: list[TrialView], threshold: float | None, most_drawn: int) -> ArmReport:
     usable = _usable(trials)
     perplexities = [perplexity for perplexity, _ in usable]
     beating = sum(perplexity < threshold for perplexity in perplexities) if threshold is not None else 0
@@ -95,10 +109,10 @@ def _arm(arm: str, trials: list[TrialView], threshold: float | None) -> ArmRepor
         failed=_number_in(trials, "FAIL"),
         best=usable[0][0] if usable else None,
         best_trial=usable[0][1] if usable else None,
-        top5=_top(perplexities, 5),
-        top10=_top(perplexities, 10),
+        top5=_top(perplexities, 5, most_drawn),
+        top10=_top(perplexities, 10, most_drawn),
         beating=proportion(beating, len(trials)) if threshold is not None and trials else None,
-        expected_best=expected_best([*perplexities, *without]),
+        expected_best=expected_best([*perplexities, *without], most_drawn),
     )
 
 
@@ -106,8 +120,8 @@ def _number_in(trials: list[TrialView], state: str) -> int:
     return sum(trial.state == state for trial in trials)
 
 
-def _top(perplexities: Sequence[float], k: int) -> TopMean | None:
-    found = top_mean(perplexities, k)
+def _top(perplexities: Sequence[float], k: int, most_drawn: int) -> TopMean | None:
+    found = top_mean(perplexities, k, most_drawn)
     return None if found is None else TopMean(perplexity=found[0], interval=found[1])
 
 
@@ -122,11 +136,11 @@ class _Pair:
     second: str
     counts: Counts | None
     pairs: Pairs
+    baseline_is_an_arm: bool
 
     @property
     def test(self) -> Test:
-        """By how many there are, never by how they came out."""
-        if self.pairs.could_differ:
+        if self.pairs.could_differ and 2 * self.pairs.draws >= self.pairs.ended:
             return "pairs"
         return "counts" if self.counts is not None and self.counts.could_differ else "none"
 
@@ -137,58 +151,70 @@ class _Pair:
         return self.pairs.p if self.test == "pairs" else None
 
     @property
-    def first_is_ahead(self) -> bool:
+    def ahead(self) -> Ahead | None:
         if self.test == "counts" and self.counts is not None:
-            return self.counts.difference > 0
-        return (self.pairs.ratio or 1.0) < 1
+            return _sign_of(self.counts.difference)
+        return self.pairs.ahead
 
     @property
     def further(self) -> int | None:
-        """Draws, or trials an arm, beyond those there are."""
+        """Draws, or trials an arm, beyond those there are. A baseline that is the best of an arm falls with
+        every trial of that, and the shares with it: then no number can be told."""
         if self.test == "counts" and self.counts is not None:
-            needed, there = self.counts.trials_for_power, min(self.counts.first.n, self.counts.second.n)
+            there = min(self.counts.first.n, self.counts.second.n)
+            needed = None if self.baseline_is_an_arm else self.counts.trials_for_power
         else:
-            needed, there = self.pairs.draws_for_power, self.pairs.first_wins + self.pairs.second_wins
-        return None if needed is None else max(1, needed - there)
+            needed, there = self.pairs.draws_for_power, self.pairs.draws
+        return needed - there if needed is not None and needed > there else None
 
 
-def _comparisons(arms: Sequence[ArmReport], ended: Mapping[str, list[TrialView]]) -> list[Comparison]:
+def _sign_of(difference: float) -> Ahead | None:
+    return None if difference == 0 else "first" if difference > 0 else "second"
+
+
+def _comparisons(
+    spec: SweepSpec, arms: Sequence[ArmReport], ended: Mapping[str, list[TrialView]]
+) -> list[Comparison]:
+    two = list(combinations(arms, 2))
+    alpha, most = SIGNIFICANT / max(1, len(two)), max(100, int(MOST_PAIRS / max(1, len(two)) ** 0.5))
     found = [
         _Pair(
             first.arm,
             second.arm,
             None
             if first.beating is None or second.beating is None
-            else compare_counts(first.beating, second.beating),
-            compare_pairs(*_losses_of_pairs(ended[first.arm], ended[second.arm])),
+            else compare_counts(first.beating, second.beating, alpha),
+            _paired(ended[first.arm], ended[second.arm], alpha, most),
+            isinstance(spec.baseline, str),
         )
-        for first, second in combinations(arms, 2)
+        for first, second in two
     ]
     tested = [pair.p for pair in found if pair.p is not None]
     corrected = iter(holm(tested))
     return [_comparison(pair, None if pair.p is None else next(corrected), len(tested)) for pair in found]
 
 
-def _losses_of_pairs(
-    first: Iterable[TrialView], second: Iterable[TrialView]
-) -> tuple[list[float], list[float]]:
-    """Best losses of the draws that completed in both arms, in the order of the draws."""
-    one, two = (
-        {
-            trial.draw: min(trial.best_valid_loss, math.log(LARGEST))
-            for trial in arm
-            if trial.state == "COMPLETE" and trial.best_valid_loss is not None
-        }
-        for arm in (first, second)
-    )
-    both = sorted(one.keys() & two.keys())
-    return [one[draw] for draw in both], [two[draw] for draw in both]
+def _paired(first: Sequence[TrialView], second: Sequence[TrialView], alpha: float, most: int) -> Pairs:
+    """Draws that came to their ends in both arms, in their order. A trial that failed of itself has: it is
+    worse than any that completed, and else an arm that diverges would be judged by what it left."""
+    one, two = ({trial.draw: trial for trial in arm} for arm in (first, second))
+    ended = sorted(one.keys() & two.keys())
+    both = [(one[draw], two[draw]) for draw in ended if not {one[draw].state, two[draw].state} & {"PRUNED"}]
+    losses = [[_loss(trial) for trial in arm] for arm in zip(*both, strict=True)] or [[], []]
+    pairs = compare_pairs(losses[0], losses[1], alpha, most)
+    failed = sum("FAIL" in {a.state, b.state} for a, b in both)
+    return pairs.model_copy(update={"ended": len(ended), "failed": failed})
+
+
+def _loss(trial: TrialView) -> float:
+    worst = math.log(LARGEST)
+    return worst if trial.state == "FAIL" else min(trial.rank, worst)
 
 
 def _comparison(pair: _Pair, p: float | None, tests: int) -> Comparison:
     verdict: Literal["first", "second", "open", "too_few"] = "too_few"
     if p is not None:
-        verdict = "open" if p >= SIGNIFICANT else "first" if pair.first_is_ahead else "second"
+        verdict = pair.ahead if p < SIGNIFICANT and pair.ahead is not None else "open"
     further = pair.further if verdict == "open" else None
     return Comparison(
         first=pair.first,
@@ -199,64 +225,69 @@ def _comparison(pair: _Pair, p: float | None, tests: int) -> Comparison:
         p=p,
         verdict=verdict,
         further=further,
-        sentence=_sentence(pair, verdict, p, tests, further),
+        sentence=_too_few(pair) if p is None else _sentence(pair, verdict, p, tests, further),
     )
 
 
 # Words.
 
 
-def _sentence(pair: _Pair, verdict: str, p: float | None, tests: int, further: int | None) -> str:
-    if p is None:
-        return _too_few(pair)
-    ahead, behind = (pair.first, pair.second) if pair.first_is_ahead else (pair.second, pair.first)
-    corrected = f", corrected for {tests} comparisons" if tests > 1 else ""
+def _sentence(pair: _Pair, verdict: str, p: float, tests: int, further: int | None) -> str:
+    by = f"{p_text(p)}{f', corrected for {tests} comparisons' if tests > 1 else ''}"
+    ahead, behind = (pair.first, pair.second) if pair.ahead == "first" else (pair.second, pair.first)
     if pair.test == "counts" and pair.counts is not None:
         first, second = _of(pair.first, pair.counts.first), _of(pair.second, pair.counts.second)
         shown = f"{first} and {second} beat the baseline"
-        test = f"Fisher's exact test, {p_text(p)}{corrected}"
         if verdict != "open":
-            return f"{shown}: {ahead} does so more often ({test})."
-        more = _more(further, "trials of each arm", f"{ahead}'s share is as much larger as it looks")
-        return f"{shown}, which does not tell them apart ({test}){more}."
-    draws = pair.pairs.draws
-    size = _size(pair)
-    test = f"Wilcoxon, {p_text(p)}{corrected}"
+            return f"{shown}: {ahead} does so more often (Fisher's exact test, {by})."
+        more = _more(further, "trial of each arm", "trials of each arm", f"{ahead}'s share is as much larger")
+        return f"{shown}, which does not tell them apart (Fisher's exact test, {by}){more}."
+    draws = f"{pair.pairs.draws} draws that ended in both"
+    if pair.pairs.failed:
+        draws += f", {pair.pairs.failed} of them by a failure,"
     if verdict != "open":
-        return (
-            f"On the {draws} draws that completed in both, {ahead} is better than {behind}: {size} ({test})."
-        )
-    more = _more(further, "draws", f"{ahead} is better by as much as it looks, {size}")
-    apart = f"do not tell {pair.first} and {pair.second} apart"
-    return f"The {draws} draws that completed in both {apart} ({test}){more}."
+        return f"On the {draws} {ahead} is better than {behind}{_size(pair, ': ')} (Wilcoxon, {by})."
+    more = _more(further, "draw", "draws", f"{ahead} is as much better{_size(pair, ', ')}")
+    return f"The {draws} do not tell {pair.first} and {pair.second} apart (Wilcoxon, {by}){more}."
 
 
 def _of(arm: str, share: Proportion) -> str:
     return f"{share.count} of {share.n} trials of {arm}"
 
 
-def _size(pair: _Pair) -> str:
-    """How far the better arm is ahead, as a share of the other one's perplexity."""
+def _size(pair: _Pair, before: str) -> str:
+    """How far the better arm is ahead, as a share of the other one's perplexity; nothing where that makes no
+    sense, as of trials that failed."""
     ratio, interval = pair.pairs.ratio or 1.0, pair.pairs.interval
-    ends = (interval.low, interval.high) if interval is not None else None
-    if ratio > 1:  # seen from the second arm
-        ratio = 1 / ratio
-        ends = (1 / ends[1], 1 / ends[0]) if ends is not None else None
-    between = "" if ends is None else f" [{percent(1 - ends[1])}, {percent(1 - ends[0])}]"
-    return f"its perplexity is {percent(1 - ratio)} % lower{between}"
+    ends = (interval.low, interval.high) if interval is not None else (ratio, ratio)
+    if pair.ahead == "second":
+        ratio, ends = 1 / ratio, (1 / ends[1], 1 / ends[0])
+    if not (ends[0] > 0.1 and ends[1] < 10):
+        return ""
+    between = "" if interval is None else f" [{percent(1 - ends[1])}, {percent(1 - ends[0])}]"
+    where = " where they differ" if pair.pairs.ties else ""
+    return f"{before}its perplexity is {percent(1 - ratio)} % lower{between}{where}"
 
 
-def _more(further: int | None, what: str, condition: str) -> str:
+def _more(further: int | None, one: str, many: str, condition: str) -> str:
     if further is None:
-        return "; they are so much alike that no number of draws within reason would"
-    return f"; if {condition}, about {further:,} further {what} would"
+        return "; from what is seen no number of further ones can be told that would"
+    what = one if further == 1 else many
+    return f"; if {condition} as it looks, about {further:,} further {what} would, four times in five"
 
 
 def _too_few(pair: _Pair) -> str:
-    said = f"{_draws(pair.pairs.draws)} completed in both {pair.first} and {pair.second}"
+    """Why nothing of what there is could have been significant."""
+    pairs = pair.pairs
+    if pairs.could_differ:
+        words = f"{pairs.draws} of {pairs.ended} draws that ended in both {pair.first} and {pair.second}"
+        return f"{words} were pruned in neither: too few to speak for all of them."
+    said = f"{_draws(pairs.draws)} come to an end in both {pair.first} and {pair.second}"
+    if pairs.ties:
+        said += f", {pairs.ties} of them with the same outcome"
     if pair.counts is not None:
-        said += f", {pair.counts.first.n} and {pair.counts.second.n} trials have ended"
-    return f"{said}: too few for any claim, whatever the outcome; six draws are the least."
+        said += f"; {pair.counts.first.n} and {pair.counts.second.n} trials have ended"
+    return f"{said}: too few for any claim, whatever the outcome; six draws that differ are the least."
 
 
 def _draws(n: int) -> str:
@@ -277,7 +308,9 @@ def _conclusion(arms: Sequence[ArmReport], comparisons: Sequence[Comparison]) ->
     settled = [comparison for comparison in comparisons if comparison.verdict in {"first", "second"}]
     if not settled:
         return f"Of {len(comparisons)} comparisons of two arms, none tells them apart."
-    said = " ".join(comparison.sentence for comparison in settled)
+    said = " ".join(comparison.sentence for comparison in settled[:MOST_SETTLED])
+    if len(settled) > MOST_SETTLED:
+        said += f" {len(settled) - MOST_SETTLED} more comparisons tell two arms apart."
     return f"{said} {len(comparisons) - len(settled)} of {len(comparisons)} comparisons are open. {SCOPE}"
 
 
@@ -295,19 +328,25 @@ def _caption(spec: SweepSpec, threshold: float | None) -> str:
     if threshold is None:
         return f"{MEASURE} The baseline arm {spec.baseline} has no result yet."
     source = (
-        f"the best trial of arm {spec.baseline}" if isinstance(spec.baseline, str) else "as given in the spec"
+        f"the best trial of arm {spec.baseline}, taken as fixed"
+        if isinstance(spec.baseline, str)
+        else "as given in the spec"
     )
     return f"{MEASURE} Baseline: {threshold:.2f}, {source}."
 
 
-def _remarks(state: State, trials: Sequence[TrialView]) -> Iterator[str]:
+def _remarks(spec: SweepSpec, state: State, trials: Sequence[TrialView]) -> Iterator[str]:
     if state not in TERMINAL_STATES:
         yield ONE_LOOK
     left_out = sum(not trial.had_its_chance for trial in trials)
     if left_out:
         yield f"Left out, as cancelled or lost with their workers: {left_out}."
     if any(trial.state == "PRUNED" for trial in trials):
-        yield "Pruned trials count with the best epoch that they reached; pairs are of completed ones alone."
+        yield "Pruned trials count with the best epoch that they reached; their draws are no pairs."
+    if spec.budget.target is not None:
+        yield "The sweep ends once a trial reaches its target, which no interval and no test accounts for."
+    if spec.points:
+        yield f"Draws that were chosen by hand, and count as if they were drawn: {len(spec.points)}."
     stopped = sum(trial.stopped for trial in trials)
     if stopped:
         yield f"Ended on request, before their time, and counted as they stood: {stopped}."

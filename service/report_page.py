@@ -8,6 +8,7 @@ import base64
 import json
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 
 import optuna
 from markupsafe import Markup
@@ -21,11 +22,11 @@ from service.progress import duration
 from service.records import Records
 from service.report import build_report
 from service.report_texts import MOST_COMPARISONS, counts_line, number, pairs_line, percents, title
-from service.schemas import SweepView
+from service.schemas import SweepView, TrialView
 from service.settings import Settings
 from service.studies import open_storage
 from service.version import own_version
-from service.views import SweepViews, best_of
+from service.views import SweepViews
 from trials.perplexity import finite_perplexity
 
 
@@ -39,7 +40,7 @@ def write_page(story: Story, sweep: SweepView, pictures: Sequence[Picture]) -> s
         counted=f"{counts.done} of {counts.budget} trials ended, {sweep.epochs_done:,} epochs",
         ran=duration(sweep.ran_s) if sweep.ran_s else "",
         colours={arm: look[0] for arm, look in story.looks.items()},
-        best=best_of(story.trials),
+        best=_best_in(story),
         pictures=pictures,
         every=story.every,
         spec=json.dumps(story.spec.model_dump(mode="json"), indent=2, ensure_ascii=False),
@@ -54,11 +55,19 @@ def write_page(story: Story, sweep: SweepView, pictures: Sequence[Picture]) -> s
     )
 
 
+def _best_in(story: Story) -> TrialView | None:
+    """The best of those that the table of the arms has."""
+    numbers = {arm.best_trial for arm in story.report.arms}
+    told = [trial for trial in story.trials if trial.number in numbers]
+    return min(told, key=attrgetter("rank"), default=None)
+
+
 def read_story(records: Records, views: SweepViews, sweep_id: str) -> tuple[Story, SweepView]:
     """Raises SweepNotFound, UnreadableSpec, UnreadableStudy."""
     record = records.get_sweep(sweep_id)
     trials = views.trials(record)
     report = build_report(sweep_id, record.state, record.spec, trials, now())
+    every = every_of(len(trials), records.count_epochs(sweep_id))
     epochs = [
         Epoch(
             number=row.number,
@@ -68,9 +77,9 @@ def read_story(records: Records, views: SweepViews, sweep_id: str) -> tuple[Stor
             seconds=row.seconds,
             tokens=row.tokens,
         )
-        for row in records.epochs_of(sweep_id, every_of(len(trials)))
+        for row in records.epochs_of(sweep_id, len(record.spec.arms), every)
     ]
-    return Story(record.spec, report, trials, epochs), views.sweep(record)
+    return Story(record.spec, report, trials, epochs, every), views.sweep(record)
 
 
 def main(sweep_id: str, settings: Settings) -> int:
@@ -82,7 +91,7 @@ def main(sweep_id: str, settings: Settings) -> int:
     except (SweepNotFound, UnreadableSpec, UnreadableStudy) as error:
         print(error, file=sys.stderr)
         return 1
-    sys.stdout.write(write_page(story, sweep, list(draw_all(story))))
+    sys.stdout.buffer.write(write_page(story, sweep, list(draw_all(story))).encode())
     return 0
 
 

@@ -46,7 +46,7 @@ async def get_report(
     With `Accept: text/markdown` or `text/html` to be read; the page, which a browser gets, has pictures,
     needs no network and may be kept. It takes seconds to draw the first time, and while the sweep runs.
     """
-    form = preferred(request.headers.get("accept", ""), FORMS)
+    form = preferred(", ".join(request.headers.getlist("accept")), FORMS)
     if form == PAGE:
         headers = {CONTENT_POLICY: policy_for(STYLE), "vary": "accept"}
         return Response(await reports.page(sweep_id), media_type=PAGE, headers=headers)

@@ -77,26 +77,38 @@ class Counts(View):
     could_differ: bool
     """Whether any outcome of so many trials could have been significant."""
     trials_for_power: int | None
-    """Trials an arm that would find such a difference with 80 % power; null: no number would."""
+    """Trials an arm that would find such a difference with 80 % power, corrected for the number of
+    comparisons; null: what is seen gives no number."""
 
 
 class Pairs(View):
-    """Draws whose trials completed in both of two arms: the same sampled values and the same seed."""
+    """Draws whose trials came to their ends in both of two arms: the same sampled values and the same seed.
+
+    A trial that failed of itself has come to its end, and is worse than any that completed; one that was
+    pruned has not.
+    """
 
     draws: int
+    ended: int = 0
+    """Draws whose trials have ended in both arms, pruned ones too."""
+    failed: int = 0
+    """Of `draws`, those that failed in one arm or in both."""
     first_wins: int
     second_wins: int
     ties: int
     ratio: float | None
-    """Of the perplexities, first to second: Hodges and Lehmann's median; null without a draw."""
+    """Of the perplexities, first to second, of the draws that differ: Hodges and Lehmann's median."""
     interval: Interval | None
-    """Of the ratio; null below six draws."""
+    """Of the ratio; null below six draws that differ. For this comparison alone, however many there are."""
     p: float
     """Wilcoxon's signed-rank test of the differences of best losses, two-sided; ties do not count."""
+    ahead: Literal["first", "second"] | None
+    """By the statistic of that test."""
     could_differ: bool
-    """Whether any outcome of so many draws could have been significant."""
+    """Whether any outcome of so many draws that differ could have been significant."""
     draws_for_power: int | None
-    """Draws that would find such a difference with 80 % power; null: no number would."""
+    """Draws that would find such a difference with 80 % power, corrected for the number of comparisons;
+    null: what is seen gives no number."""
 
 
 class Comparison(View):
@@ -108,15 +120,15 @@ class Comparison(View):
     """Null where an arm is the baseline, and without a baseline."""
     pairs: Pairs
     test: Literal["pairs", "counts", "none"]
-    """Which of them decides, as said beforehand: the pairs, where a significant outcome of them was possible;
-    else the counts, where one of those was."""
+    """Which of them decides: the pairs, where a significant outcome of them was possible and they are at
+    least half of the draws that ended; else the counts, where a significant outcome of those was."""
     p: float | None
     """Of that test, corrected for the number of comparisons (Holm)."""
     verdict: Literal["first", "second", "open", "too_few"]
     """Which arm is better at the level of 5 %."""
     further: int | None
-    """Draws, or trials an arm, beyond those there are, that would settle it if the difference is what it
-    looks like; null: it is settled, or no number of draws would."""
+    """Draws, or trials an arm, beyond those there are, that would settle it with 80 % power if the difference
+    is what it looks like; null: it is settled, or what is seen gives no number."""
     sentence: str
 
 

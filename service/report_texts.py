@@ -1,6 +1,7 @@
 """A report as a table for terminals, and as Markdown."""
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 
 from rich import box
@@ -26,12 +27,19 @@ MOST_COMPARISONS = 12
 
 
 def to_rich(report: ReportView) -> RenderableType:
-    table = Table(title=title(report), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=printable(title(report)), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm in report.arms:
         table.add_row(*(Text(cell) for cell in _narrow_cells(arm)))
-    return Group(Text(report.conclusion), table, *(Text(line) for line in lines(report)))
+    return Group(printable(report.conclusion), table, *map(printable, lines(report)))
+
+
+def printable(text: str) -> Text:
+    """No markup, and nothing that a terminal would take for a command of its own or turn around."""
+    return Text("".join("\ufffd" if unicodedata.category(mark) in {"Cc", "Cf"} else mark for mark in text))
 
 
 def to_markdown(report: ReportView) -> str:
@@ -143,5 +151,5 @@ def _markdown_row(written: Iterable[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Names are anybody's: none opens a tag, a link or a cell."""
-    return re.sub(r"([\\`*_<>|#]|\](?=[(\[:]))", r"\\\1", " ".join(text.split()))
+    """Names are anybody's: none opens a tag, a link or a cell, or calls somebody."""
+    return re.sub(r"([\\`*_<>|#~&@]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", " ".join(text.split()))

@@ -1,15 +1,31 @@
 """The pictures of a report: there for whatever a sweep may be, and of what the trials were."""
 
+import math
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
 import matplotlib.axes
+import numpy as np
 import pytest
 
 from service.importance import find_importances
-from service.pictures import DRAWN, STYLE, Epoch, Story, draw_all, learning_curves, parallel_coordinates, use
+from service.pictures import (
+    DRAWN,
+    STYLE,
+    Epoch,
+    Story,
+    _rate,
+    by_parameter,
+    draw_all,
+    every_of,
+    learning_curves,
+    parallel_coordinates,
+    use,
+)
 from service.schemas import TrialView
 from tests.stories import BEGAN, SPEC, story
 from tests.test_report import trial
@@ -110,6 +126,57 @@ def test_the_line_of_the_best_trial_ends_at_the_best_rank(monkeypatch: pytest.Mo
     assert sorted(line[-1] for line, _ in lines) == [line[-1] for line, _ in lines], "better ones lie above"
 
 
+@pytest.mark.parametrize("values", ["even", "converging", "two places", "the same but for rounding"])
+def test_the_smoother_stays_among_the_trials(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """scipy's choice of how smooth a spline is breaks down where points lie close together."""
+    chance = random.Random(0)
+    drawn_from: dict[str, Callable[[int], float]] = {
+        "even": lambda n: chance.random(),
+        "converging": lambda n: 0.5 + 0.4 * math.exp(-n / 20) * (chance.random() - 0.5),
+        "two places": lambda n: 0.3 if n % 2 else 0.1 + 0.2,
+        "the same but for rounding": lambda n: 0.3 + n * 1e-16,
+    }
+    space = {"kappa": {"type": "uniform", "low": 0.0, "high": 1.0}}
+    told = story(trials=600, epochs=1, pruned=0.0, space=space)
+    flat = [
+        one.model_copy(
+            update={
+                "params": {"kappa": drawn_from[values](one.number)},
+                "best_valid_perplexity": 60 + chance.uniform(-1, 1),
+            }
+        )
+        for one in told.trials
+    ]
+    lines: list[Any] = []
+    plot = matplotlib.axes.Axes.plot
+
+    def note(axes: Any, x: Any, y: Any, *rest: Any, **how: Any) -> Any:
+        lines.append(y)
+        return plot(axes, x, y, *rest, **how)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", note)
+    assert by_parameter(replace(told, trials=flat)) is not None
+    assert all(59 <= value <= 61 for line in lines for value in line)
+
+
+def test_perplexities_beyond_all_bounds_are_drawn_as_the_largest() -> None:
+    told = story(trials=40, epochs=4, pruned=0.0)
+    wild = [
+        one.model_copy(update={"best_valid_perplexity": 1e250}) if one.number % 2 else one
+        for one in told.trials
+    ]
+    curves = [replace(one, perplexity=1e250) if one.number % 2 else one for one in told.epochs]
+    assert drawn(replace(told, trials=wild, epochs=curves)) == TITLES
+
+
+def test_cores_in_use_are_as_many_as_trials_trained_at_the_time() -> None:
+    at = BEGAN.timestamp()
+    begun, ended = np.array([at, at + 10.0, at + 10.0]), np.array([at + 10.0, at + 30.0, at + 20.0])
+    edges = at + np.array([0.0, 5.0, 10.0, 15.0, 20.0, 30.0])
+    busy = _rate(begun, ended, ended - begun, edges)
+    assert busy == pytest.approx([1, 1, 2, 2, 1], abs=1e-6)
+
+
 def test_what_was_used_adds_up() -> None:
     told = story(trials=12, epochs=5, pruned=0.0)
     picture = use(told)
@@ -119,15 +186,16 @@ def test_what_was_used_adds_up() -> None:
     assert f"{12 * 5 * 90_000:,} tokens" in picture.alternative
 
 
-def test_of_thousands_of_trials_some_are_drawn_and_use_still_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = story(trials=30, epochs=5, pruned=0.0)
-    monkeypatch.setattr("service.pictures.MOST_DRAWN", 10)
-    assert [trial.number for trial in told.drawn] == list(range(0, 30, 3))
-    some = replace(told, epochs=[epoch for epoch in told.epochs if epoch.number % 3 == 0])
+def test_of_thousands_of_trials_some_are_drawn_and_use_still_adds_up() -> None:
+    told = story(trials=40, epochs=5, pruned=0.0)
+    some = replace(told, every=2, epochs=[epoch for epoch in told.epochs if epoch.number // 2 % 2 == 0])
+    assert [trial.draw for trial in some.drawn] == [draw for draw in range(0, 20, 2) for _ in range(2)]
+    assert {trial.arm for trial in some.drawn} == set(told.spec.arms)
     assert drawn(some) == TITLES
     picture = use(some)
     assert picture is not None
-    assert f"{30 * 5 * 90_000:,} tokens" in picture.alternative
+    assert f"{40 * 5 * 90_000:,} tokens" in picture.alternative
+    assert [every_of(*how_many) for how_many in ((1000, 1), (1001, 1), (2, 100_001), (0, 0))] == [1, 2, 2, 1]
 
 
 def test_the_parameter_that_matters_is_found_to() -> None:

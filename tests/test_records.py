@@ -275,11 +275,11 @@ def test_epochs_are_counted_and_found_by_trial(claimed: SweepRecord, records: Re
     assert {number: row["epoch"] for number, row in records.latest_epochs("s1").items()} == {0: 3, 4: 1}
     assert records.latest_epochs("s2") == {}
     assert [row["epoch"] for row in records.curve("s1", 0)] == [1, 2, 3]
-    everything = [(row.number, row.epoch) for row in records.epochs_of("s1", 1)]
+    everything = [(row.number, row.epoch) for row in records.epochs_of("s1", 2, 1)]
     assert everything == sorted(everything)
     assert len(everything) == records.count_epochs("s1")
-    assert [pair for pair in everything if pair[0] % 2 == 0] == [
-        (row.number, row.epoch) for row in records.epochs_of("s1", 2)
+    assert [pair for pair in everything if pair[0] // 2 % 2 == 0] == [
+        (row.number, row.epoch) for row in records.epochs_of("s1", 2, 2)
     ]
     for name, value in epoch_fields(0, 2).items():
         assert records.curve("s1", 0)[1][name] == value

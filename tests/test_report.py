@@ -162,7 +162,7 @@ def test_an_arm_that_is_better_on_the_same_draws_is_said_to_be_and_by_how_much()
         assert (comparison.test, comparison.verdict) == ("pairs", "first" if better == "fd" else "second")
         assert comparison.further is None
         assert report.conclusion == (
-            f"On the 10 draws that completed in both, {better} is better than {worse}: its perplexity is "
+            f"On the 10 draws that ended in both {better} is better than {worse}: its perplexity is "
             "2.0 % lower [2.0, 2.0] (Wilcoxon, p = 0.002). This is about this corpus, model, budget and "
             "space, and about no other."
         )
@@ -172,18 +172,19 @@ def test_draws_that_do_not_settle_it_are_said_not_to_and_how_many_would() -> Non
     report = report_of({"fd": BETTER, "eld": [*WORSE[:6], *(value * 0.97 for value in BETTER[6:])]})
     comparison = compared(report)
     assert comparison.verdict == "open"
-    assert comparison.pairs.draws_for_power is None or comparison.further is not None
     assert "do not tell fd and eld apart" in report.conclusion
     assert "is better than" not in report.conclusion
 
 
 def test_the_number_of_further_draws_is_what_is_missing() -> None:
     second = [value * (1.01 if number % 3 else 0.99) for number, value in enumerate([*BETTER, *BETTER][:11])]
-    comparison = compared(report_of({"fd": [*BETTER, *BETTER][:11], "eld": second}))
+    report = report_of({"fd": [*BETTER, *BETTER][:11], "eld": second})
+    comparison = compared(report)
     assert comparison.verdict == "open"
     assert comparison.pairs.draws_for_power is not None
     assert comparison.further == comparison.pairs.draws_for_power - 11
-    assert f"about {comparison.further} further draws would" in comparison.sentence
+    assert f"about {comparison.further} further draws would, four times in five" in comparison.sentence
+    assert any("judged by themselves" in remark for remark in report.remarks)
 
 
 def test_the_papers_counts_are_open_and_250_further_trials_an_arm_would_settle_them() -> None:
@@ -197,7 +198,7 @@ def test_the_papers_counts_are_open_and_250_further_trials_an_arm_would_settle_t
     assert report.conclusion == (
         "14 of 203 trials of fd and 6 of 208 trials of eld beat the baseline, which does not tell them apart "
         "(Fisher's exact test, p = 0.068); if fd's share is as much larger as it looks, about 247 further "
-        "trials of each arm would."
+        "trials of each arm would, four times in five."
     )
 
 
@@ -229,12 +230,123 @@ def test_trials_that_were_chosen_by_what_others_came_to_are_neither_paired_nor_t
     assert (compared(drawn).test, compared(drawn).verdict) == ("pairs", "first")
 
 
+def test_ties_in_most_draws_turn_nothing_around() -> None:
+    """As where a choice makes two arms the same."""
+    better = {"fd": [60.0] * 20 + BETTER[:8], "eld": [60.0] * 20 + WORSE[:8]}
+    report = report_of(better)
+    assert (compared(report).pairs.ties, compared(report).verdict) == (20, "first")
+    assert "fd is better than eld: its perplexity is 2.0 % lower [2.0, 2.0] where they differ" in (
+        report.conclusion
+    )
+    assert compared(report_of({"fd": better["eld"], "eld": better["fd"]})).verdict == "second"
+
+
+def test_two_arms_that_always_came_out_the_same_are_said_to_have() -> None:
+    report = report_of({"fd": BETTER, "eld": BETTER})
+    assert report.conclusion == (
+        "10 draws have come to an end in both fd and eld, 10 of them with the same outcome: too few for any "
+        "claim, whatever the outcome; six draws that differ are the least."
+    )
+
+
+def test_an_arm_that_diverges_is_not_judged_by_what_it_left() -> None:
+    diverged = Failure(failure_class="diverged", message="the loss is nan")
+    trials = [
+        *(trial(n, "eld", 60.0 + n, draw=n) for n in range(30)),
+        *(trial(30 + n, "fd", 59.5 + n, draw=n) for n in range(6)),
+        *(trial(30 + n, "fd", None, "FAIL", draw=n, failure=diverged) for n in range(6, 30)),
+    ]
+    report = told(trials)
+    assert (compared(report).pairs.draws, compared(report).pairs.failed) == (30, 24)
+    assert compared(report).verdict == "second"
+    assert report.conclusion.startswith(
+        "On the 30 draws that ended in both, 24 of them by a failure, eld is better than fd (Wilcoxon, p < "
+    )
+
+
+def test_what_pruning_left_does_not_speak_for_all_draws() -> None:
+    trials = [
+        trial(
+            number,
+            arm,
+            (60.0 if arm == "fd" else 61.0) + number / 100,
+            "COMPLETE" if draw < 8 else "PRUNED",
+            draw=draw,
+        )
+        for draw in range(20)
+        for number, arm in ((2 * draw, "fd"), (2 * draw + 1, "eld"))
+    ]
+    without, counted = told(trials), told(trials, baseline=60.5)
+    assert (compared(without).test, compared(without).verdict) == ("none", "too_few")
+    assert without.conclusion == (
+        "8 of 20 draws that ended in both fd and eld were pruned in neither: too few to speak for all of "
+        "them."
+    )
+    assert compared(counted).test == "counts"
+
+
+def test_a_number_that_is_there_already_is_not_asked_for() -> None:
+    """Thirty draws of six arms: each of 15 comparisons is tested at 5 % / 15."""
+    arms = {f"a{number}": {"kappa": number / 10} for number in range(6)}
+    values = {arm: [60.0 + n + place * (n % 3 - 0.55) for n in range(30)] for place, arm in enumerate(arms)}
+    report = report_of(values, arms=arms)
+    for comparison in report.comparisons:
+        needed = comparison.pairs.draws_for_power
+        if comparison.verdict == "open":
+            assert comparison.further == (needed - 30 if needed is not None and needed > 30 else None)
+        else:
+            assert comparison.further is None
+    alone = report_of({"a0": values["a0"], "a1": values["a1"]}, arms={"a0": arms["a0"], "a1": arms["a1"]})
+    one, of_many = (compared(told, "a0", "a1").pairs.draws_for_power for told in (alone, report))
+    assert one is not None
+    assert of_many is not None
+    assert of_many > one, "a stricter level needs more draws"
+
+
+def test_shares_of_one_and_none_are_not_called_alike() -> None:
+    arms = {"a": {"kappa": 0.1}, "b": {"kappa": 0.2}, "c": {"kappa": 0.3}}
+    trials = [
+        trial(10 * place + n, arm, 60.0 if arm == "a" else 70.0, draw=100 * place + n)
+        for place, arm in enumerate(arms)
+        for n in range(4)
+    ]
+    report = told(trials, arms=arms, baseline=65)
+    sentence = compared(report, "a", "b").sentence
+    assert "does not tell them apart (Fisher's exact test, p = 0.086, corrected for 3" in sentence
+    assert "from what is seen no number of further ones can be told" in sentence
+
+
+def test_a_baseline_that_is_an_arm_falls_with_its_trials_and_no_number_is_told() -> None:
+    arms = {arm: {"kappa": kappa} for arm, kappa in (("a", 0.1), ("plain", 0.2), ("b", 0.3))}
+    trials = [
+        *(trial(n, "a", 50.0 if n < 3 else 70.0, draw=n) for n in range(20)),
+        *(trial(100 + n, "b", 50.0 if n < 1 else 70.0, draw=100 + n) for n in range(20)),
+        trial(300, "plain", 60.0, draw=300),
+    ]
+    given = told(trials, arms=arms, baseline=60.0)
+    of_an_arm = told(trials, arms=arms, baseline="plain")
+    assert compared(given, "a", "b").further is not None
+    assert compared(of_an_arm, "a", "b").further is None
+    assert "taken as fixed" in of_an_arm.caption
+
+
+def test_what_the_numbers_take_no_account_of_is_said() -> None:
+    report = report_of(
+        {"fd": BETTER},
+        budget={"trials": 20, "target": 50.0},
+        space={"kappa": {"type": "uniform", "low": 0, "high": 1}},
+        points=[{"kappa": 0.1}],
+    )
+    assert any("reaches its target" in remark for remark in report.remarks)
+    assert "Draws that were chosen by hand, and count as if they were drawn: 1." in report.remarks
+
+
 def test_too_few_trials_for_any_claim_are_called_that() -> None:
     report = report_of({"fd": [10.0] * 3, "eld": [30.0] * 3}, baseline=20)
     assert (compared(report).test, compared(report).p, compared(report).verdict) == ("none", None, "too_few")
     assert report.conclusion == (
-        "3 draws have completed in both fd and eld, 3 and 3 trials have ended: too few for any claim, "
-        "whatever the outcome; six draws are the least."
+        "3 draws have come to an end in both fd and eld; 3 and 3 trials have ended: too few for any claim, "
+        "whatever the outcome; six draws that differ are the least."
     )
 
 
@@ -263,7 +375,7 @@ def test_of_several_comparisons_those_that_settle_something_are_told() -> None:
     arms = {"a": {"kappa": 0.1}, "b": {"kappa": 0.2}, "c": {"kappa": 0.3}}
     mixed = [v * (1.03 if n % 2 else 0.97) for n, v in enumerate(WORSE)]
     report = report_of({"a": BETTER, "b": WORSE, "c": mixed}, arms=arms)
-    assert report.conclusion.startswith("On the 10 draws that completed in both, a is better than b: ")
+    assert report.conclusion.startswith("On the 10 draws that ended in both a is better than b: ")
     assert "2 of 3 comparisons are open." in report.conclusion
 
 
@@ -305,7 +417,17 @@ def test_markdown_opens_no_tag_no_link_and_no_cell_for_a_name() -> None:
     hostile = "<img src=x> | [here](http://x) `code` *loud*\n# head"
     written = to_markdown(report_of({"fd": [10.0]}, name=hostile.replace("\n", " ")))
     first = written.splitlines()[0]
-    assert first == r"## \<img src=x\> \| [here\](http://x) \`code\` \*loud\* \# head"
+    assert first == r"## \<img src=x\> \| [here\](http\://x) \`code\` \*loud\* \# head"
+    assert r"www\.evil.org \@all \~x\~ \&lt;" in to_markdown(
+        report_of({"fd": [10.0]}, name="www.evil.org @all ~x~ &lt;")
+    )
+
+
+def test_a_name_is_no_markup_of_the_terminal() -> None:
+    console = Console(width=80, file=io.StringIO(), record=True, force_terminal=True)
+    console.print(to_rich(report_of({"fd": [10.0]}, name="[/x] [link=http://e]c[/link] :skull: \u202e")))
+    printed = console.export_text()
+    assert "[/x] [link=http://e]c[/link] :skull: \ufffd" in printed
 
 
 def test_the_report_has_no_bare_infinity_in_json() -> None:

@@ -3,6 +3,8 @@
 import base64
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,12 +13,14 @@ import httpx
 import psutil
 import pytest
 
+import service
 from service.accepting import preferred
 from service.client import FraternalClient
 from service.pictures import draw_all
 from service.report_page import write_page
 from service.report_routes import FORMS
 from service.report_schemas import ReportView
+from service.reports import Reports
 from service.schemas import SweepView, TrialCounts
 from tests.played_service import HELD, played_service, submit, wait_for, wait_for_an_epoch
 from tests.stories import story
@@ -142,6 +146,48 @@ def test_of_a_sweep_that_is_not_there_nothing_is_told(client: httpx.Client, acce
         assert response.json()["code"] == "sweep_not_found"
 
 
+def test_who_asks_for_one_page_at_once_has_it_drawn_once(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep_id = submit(client, name="asked for at once")
+    wait_for(client, sweep_id, "succeeded")
+    drawn = []
+    draw = Reports._draw
+
+    async def count(reports: Reports, sweep: str) -> bytes:
+        drawn.append(sweep)
+        return await draw(reports, sweep)
+
+    monkeypatch.setattr(Reports, "_draw", count)
+    with ThreadPoolExecutor(4) as asking:
+        pages = list(asking.map(lambda _: ask(client, sweep_id, BROWSERS).content, range(4)))
+    assert len(set(pages)) == 1
+    assert drawn == [sweep_id]
+
+
+def test_a_page_is_drawn_by_our_code_in_utf_8_wherever_the_service_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise RuntimeError('not ours')")
+    monkeypatch.setenv("PYTHONPATH", str(Path(service.__file__).parent.parent))
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    monkeypatch.chdir(tmp_path)
+    with played_service(tmp_path / "data", plays=False) as client:
+        sweep_id = submit(client, name="κ − 1")
+        assert "κ − 1" in Page(ask(client, sweep_id, BROWSERS).text).words
+
+
+def test_the_best_trial_of_the_page_is_the_one_of_its_table() -> None:
+    """Not one that was cancelled, or runs still."""
+    told = story(trials=12, pruned=0.0)
+    better = told.trials[3].model_copy(update={"number": 12, "state": "RUNNING", "best_valid_loss": 1.0})
+    more = replace(told, trials=[*told.trials, better])
+    best = min(told.trials, key=lambda trial: trial.rank)
+    counts = TrialCounts(budget=13, running=1, waiting=0, complete=12, pruned=0, failed=0)
+    sweep = SweepView.model_construct(trials=counts, epochs_done=1, ran_s=1.0)
+    assert f"Trial {best.number} of arm {best.arm}: " in Page(write_page(more, sweep, [])).words
+
+
 def test_a_page_that_is_not_drawn_in_time_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +228,10 @@ def test_a_page_that_cannot_be_drawn_says_why(
         ("text/markdown, text/html;q=0.9", "text/markdown"),
         ("text/markdown;q=0.4, text/html;q=0.9", "text/html"),
         ("text/html;q=0, */*", "application/json"),
+        ("text/html;q=0.1, */*", "application/json"),
+        ("text/html;q=0.5;level=1, text/markdown;q=0.6", "text/markdown"),
+        ("text/html;q=\u00b2, text/markdown;q=0.9", "text/html"),
+        ("text/html;q=7, text/markdown", "text/markdown"),
         ("image/png", "application/json"),
         ("TEXT/HTML; q=x", "text/html"),
     ],
