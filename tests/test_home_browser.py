@@ -180,6 +180,38 @@ def test_a_refusal_is_said_on_the_page_and_what_is_filtered_is_looked_at_again(
         assert complaints(browser) == []
 
 
+FAILING_LOOKS = """
+const [address] = arguments, ask = window.fetch, later = window.setTimeout;
+window.failing = true;
+window.setTimeout = (act, ms) => later(act, ms / 20);
+window.fetch = (...asked) => !window.failing ? ask(...asked)
+  : address ? ask(address, ...asked.slice(1)) : Promise.reject(new TypeError("Failed to fetch"));
+"""
+"""Until it is told otherwise, the page is answered by what lies at another address; by nobody, where it is null."""
+
+
+@pytest.mark.parametrize(
+    ("address", "told"), [(None, "Not live: trying again"), ("/cancel?sweep=none", "Not live: ")]
+)
+def test_what_one_look_did_not_find_is_found_by_a_later_one(
+    browser: webdriver.Chrome, tmp_path: Path, address: str | None, told: str
+) -> None:
+    with played_service(tmp_path, plays=False) as client:
+        first = submit(client, name="the first")
+        open_home(browser, client)
+        wait_until(lambda: "Live" in shown(browser), "it is live")
+        browser.execute_script(FAILING_LOOKS, address)
+        submit(client, name="the second")
+        wait_until_shown(browser, told)
+        client.post(f"/v1/sweeps/{first}:pause")
+        wait_until_shown(browser, "Paused")
+        assert not is_shown(browser, "the second")()
+        browser.execute_script("window.failing = false")
+        wait_until_shown(browser, "the second")
+        wait_until(lambda: "Live" in shown(browser), "it is live again")
+        complaints(browser)  # of what was not there
+
+
 def test_every_page_of_ours_is_accessible_on_a_desk_and_a_phone_light_and_dark(
     browser: webdriver.Chrome, folder: Path
 ) -> None:

@@ -46,6 +46,8 @@ function say(words) {
   byId("message").replaceChildren(said);
 }
 
+class NoList extends Error {}
+
 // Puts in the list of another answer, and what is said above it.
 async function show(address, options = {}) {
   const answer = await fetch(address, { ...options, headers: { accept: "text/html" } });
@@ -54,19 +56,34 @@ async function show(address, options = {}) {
   const list = page.getElementById("list");
   if (!list) {
     const [title, ...more] = [...page.querySelectorAll("h1, .detail, main li")].map((said) => said.textContent);
-    return options.method ? say([title, ...more].join(". ")) : tellLive("off", `Not live: ${title}`);
+    if (!options.method) throw new NoList(title);
+    return say([title, ...more].join(". "));
   }
   replace(byId("list"), list);
   const said = page.getElementById("message").children;
   if (said.length || options.method) byId("message").replaceChildren(...said);
 }
 
+const LOOK_AGAIN_MS = 5000;
 let looking = false;
+let again = 0;
 
+// Until it has worked: nobody says a second time that something has changed.
 function look() {
   if (looking) return;
   looking = true;
-  inTurn(() => { looking = false; return show(location.href); });
+  inTurn(() => { looking = false; return show(location.href).then(looked, notLooked); });
+}
+
+function looked() {
+  clearTimeout(again);
+  if (source?.readyState === EventSource.OPEN) tellLive("on", "Live");
+}
+
+function notLooked(error) {
+  clearTimeout(again);
+  tellLive("off", `Not live: ${error instanceof NoList ? error.message : "trying again"}`);
+  again = setTimeout(look, LOOK_AGAIN_MS * (1 + Math.random()));
 }
 
 function showRow({ id, html }) {
@@ -91,6 +108,7 @@ function tellLive(kind, words) {
 
 function disconnect() {
   clearTimeout(retry);
+  clearTimeout(again);
   if (source) source.close();
   source = null;
 }
@@ -98,7 +116,7 @@ function disconnect() {
 function connect() {
   disconnect();
   source = new EventSource("/live");
-  source.addEventListener("look", () => { tellLive("on", "Live"); look(); });
+  source.addEventListener("look", look);
   source.addEventListener("sweep", (event) => { const row = JSON.parse(event.data); inTurn(() => showRow(row)); });
   source.addEventListener("list", look);
   source.addEventListener("away", () => tellLive("off", "Not live: the database does not answer"));
