@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 MEDIA_TYPE = "text/event-stream"
 HEADERS = {"cache-control": "no-store", "vary": "accept"}
 POLL_S = 0.5
+REST_PER_LOOK = 4
+"""A hub rests so many times as long as its look took, or longer: it keeps a fifth of a core busy at most."""
 HEARTBEAT_S = 15.0
 """Without news, so long; then a comment tells the client, and what is in between, that the service lives."""
 RETRY_MS = 2000
@@ -141,10 +143,13 @@ class Hub(ABC):
         woken_at = loop.time()
         while True:
             looked_at = loop.time()
-            if await self.look() or looked_at - woken_at >= HEARTBEAT_S:
+            is_news = await self.look()
+            took = loop.time() - looked_at
+            if is_news or looked_at - woken_at >= HEARTBEAT_S:
                 woken_at = looked_at
                 await self._wake()
-            await asyncio.sleep(max(POLL_S / 5, looked_at + POLL_S - loop.time()))
+            rest = max(POLL_S / 5, looked_at + POLL_S - loop.time(), REST_PER_LOOK * took)
+            await asyncio.sleep(rest)
 
     async def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Collection
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import service.live
+import service.streams
 from service.live import AWAY, LIST, LOOK, ListHub
 from service.streams import frame
 
@@ -128,6 +131,28 @@ def test_who_reads_slowly_is_told_of_each_row_once_and_who_is_far_behind_to_look
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service.live, "KEPT", 2)
         asyncio.run(run())
+
+
+def test_a_hub_rests_in_proportion_to_what_its_looks_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[tuple[float, float]] = []
+
+    class LargeTable(Table):
+        def standings(self) -> dict[str, Any]:
+            began = time.monotonic()
+            time.sleep(0.02)
+            looks.append((began, time.monotonic()))
+            return {}
+
+    async def run() -> None:
+        hub = ListHub(LargeTable(), written, CapacityLimiter(1))  # type: ignore[arg-type]
+        while len(looks) < 4:
+            await asyncio.sleep(0.01)
+        hub.stop()
+
+    monkeypatch.setattr(service.streams, "POLL_S", 0.001)
+    asyncio.run(run())
+    for (began, ended), (next_began, _) in pairwise(looks):
+        assert next_began - ended >= 4 * (ended - began) * 0.99
 
 
 def test_who_watches_is_told_that_the_database_is_away_and_to_look_when_it_is_back() -> None:
