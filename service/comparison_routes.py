@@ -9,7 +9,7 @@ from service.comparison_schemas import SideBySide
 from service.errors import BadParameter
 from service.routes import BAD_QUERY, NO_SUCH, Controller
 from service.sweeps import SweepController
-from service.turns import looks
+from service.turns import compares
 from service.views import best_of
 
 Reference = Annotated[
@@ -21,7 +21,7 @@ comparing = APIRouter(prefix="/v1", tags=["sweeps"])
 
 
 @comparing.get("/compare", responses={**NO_SUCH, **BAD_QUERY})
-@looks
+@compares
 def compare_two(a: Reference, b: Reference, controller: Controller) -> SideBySide:
     """Two sweeps, or two trials, also of different sweeps: what differs in what was asked for, in what it ran
     on, and in what came of it. Of two sweeps, the trials that are looked at closely are their best ones.

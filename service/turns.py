@@ -56,6 +56,8 @@ looks = Turns("looks", LOOKS_AT_ONCE)
 """For what reads our database, and nothing that may be slow."""
 submits = Turns("submits", 2)
 """For what checks much and writes little."""
+compares = Turns("compares", 1)
+"""For what reads every trial of two sweeps: seconds, where they are large and run."""
 admits = Turns("admits", 1)
 """For who may ask: read anew once a second."""
 exports = Turns("exports", 1)

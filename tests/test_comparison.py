@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from service.cli import app
-from service.comparison import compare_curves, differences
+from service.comparison import compare, compare_curves, differences
 from service.comparison_schemas import SideBySide
 from service.comparison_tables import MOST_EPOCHS, to_rich
 from service.examples import _CURVE
@@ -214,6 +215,31 @@ def printed(found: SideBySide) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(to_rich(found), soft_wrap=True)
     return console.export_text()
+
+
+def test_lists_and_the_home_page_are_answered_while_two_comparisons_take_long(
+    client: httpx.Client, ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparing, go_on = threading.Event(), threading.Event()
+
+    def compare_slowly(*sides: Any, **named: Any) -> SideBySide:
+        comparing.set()
+        assert go_on.wait(20)
+        return compare(*sides, **named)
+
+    monkeypatch.setattr("service.comparison_routes.compare", compare_slowly)
+    asking = [threading.Thread(target=compared, args=(client, ended, ended)) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    try:
+        assert comparing.wait(20)
+        for _ in range(3):
+            for path in ("/v1/sweeps", "/"):
+                assert client.get(path, timeout=10).status_code == 200
+    finally:
+        go_on.set()
+        for thread in asking:
+            thread.join()
 
 
 def test_the_command_prints_tables_or_json(client: httpx.Client, ended: str, other: str) -> None:
