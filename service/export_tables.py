@@ -11,6 +11,7 @@ from pydantic_core import to_json
 from service.exports import TRIALS_AT_ONCE, Moment, Survey, Table
 from service.schemas import EpochView, TrialView, View, flat
 from service.tables import epochs
+from service.views import reading
 from trials.perplexity import finite_perplexity
 
 Kind = type[bool] | type[int] | type[float] | type[str] | type[datetime]
@@ -33,11 +34,12 @@ def pages_of(moment: Moment, table: Table, columns: Columns) -> Iterator[Page]:
     whose = {"sweep_id": moment.record.id, "exported_at": moment.at}
     if table is Table.epochs:
         names = epochs.c.keys()
-        for rows in moment.pages_of_epochs():
-            found: dict[str, Any] = dict(zip(names, zip(*rows, strict=True), strict=True))
-            found["valid_perplexity"] = [finite_perplexity(loss) for loss in found["valid_loss"]]
-            found |= {name: [value] * len(rows) for name, value in whose.items()}
-            yield [found[name] for name in columns]
+        with reading(moment.record):
+            for rows in moment.pages_of_epochs():
+                found: dict[str, Any] = dict(zip(names, zip(*rows, strict=True), strict=True))
+                found["valid_perplexity"] = [finite_perplexity(loss) for loss in found["valid_loss"]]
+                found |= {name: [value] * len(rows) for name, value in whose.items()}
+                yield [found[name] for name in columns]
         return
     trials = moment.trials()
     while page := [{**whose, **_row(*trial)} for trial in islice(trials, TRIALS_AT_ONCE)]:

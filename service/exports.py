@@ -36,11 +36,10 @@ from service.views import (
     environment_of,
     epoch_view,
     find_spec,
+    reading,
     trial_view,
-    unreadable,
 )
 from trials.rows import read_pages, read_study_attributes
-from trials.studies import DamagedRows
 
 TRIALS_AT_ONCE = 200
 EPOCHS_AT_ONCE = 2000
@@ -130,14 +129,12 @@ class Moment:
         spec = find_spec(self.record)
         if self.record.generation == 0:  # it has had no driver, hence no study
             return
-        try:
+        with reading(self.record):
             for page in read_pages(self.connection, self.record.study, TRIALS_AT_ONCE):
                 latest = self._latest(page[0][0].number, page[-1][0].number)
                 for row, config in page:
                     pinned = row.number in self._pinned
                     yield trial_view(self.record, spec, row, latest.get(row.number), pinned), config
-        except DamagedRows as error:
-            raise unreadable(self.record, error) from error
 
     def _latest(self, first: int, last: int) -> dict[int, dict[str, Any]]:
         asked = {"sweep_id": self.record.id, "first": first, "last": last}
@@ -153,7 +150,7 @@ class Moment:
 
     def details(self) -> Iterator[TrialDetail]:
         """Every trial with its curve."""
-        with closing(self.pages_of_epochs()) as pages:
+        with reading(self.record), closing(self.pages_of_epochs()) as pages:
             rows = (dict(row._mapping) for row in chain.from_iterable(pages))
             curves = groupby(rows, itemgetter("number"))
             number, curve = next(curves, NO_CURVE)
@@ -175,11 +172,9 @@ class Moment:
         return found
 
     def environment(self, found: Survey) -> Environment:
-        try:
+        with reading(self.record):
             of_study = read_study_attributes(self.connection, self.record.study)
-        except DamagedRows as error:
-            raise unreadable(self.record, error) from error
-        return environment_of(self.record, of_study, found.devices, found.runtimes)
+            return environment_of(self.record, of_study, found.devices, found.runtimes)
 
 
 # Built once: to build a statement takes longer than SQLite does to run it.
@@ -254,5 +249,6 @@ def _study_file(moment: Moment, folder: Path) -> BinaryIO:
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as made:
         path = Path(made) / "study.db"
-        write_study(moment, path)
+        with reading(moment.record):
+            write_study(moment, path)
         return path.open("rb")

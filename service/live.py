@@ -12,6 +12,7 @@ from time import monotonic
 
 from anyio import CapacityLimiter, to_thread
 from pydantic_core import to_json
+from sqlalchemy.exc import SQLAlchemyError
 
 from service.lifecycle import WITH_DRIVER
 from service.records import Mark, Records
@@ -48,12 +49,17 @@ class LiveList:
         return {mark.id: (mark, tick if mark.state in WITH_DRIVER else 0) for mark in self._records.marks()}
 
     def rows(self, sweep_ids: Collection[str], row: Row) -> dict[str, bytes]:
-        """Without those that are gone by now."""
-        found = self._records.find_sweeps(sweep_ids)
-        return {
-            sweep_id: frame("sweep", to_json({"id": sweep_id, "html": row(self._views.sweep(record))}))
-            for sweep_id, record in found.items()
-        }
+        """Without those that are gone by now, or cannot be shown."""
+        rows = {}
+        for sweep_id, record in self._records.find_sweeps(sweep_ids).items():
+            try:
+                written = {"id": sweep_id, "html": row(self._views.sweep(record))}
+                rows[sweep_id] = frame("sweep", to_json(written))
+            except SQLAlchemyError:
+                raise
+            except Exception:  # of this one alone: the others are told of all the same
+                log.exception("the row of sweep %s cannot be written", sweep_id)
+        return rows
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """How sweeps and trials look from outside: their rows and their studies', as the API answers them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,9 +173,11 @@ class SweepViews:
         spec = find_spec(record)
         latest = self._records.latest_epochs(record.id)
         pinned = self._records.pinned(record.id)
-        return [
-            trial_view(record, spec, row, latest.get(row.number), row.number in pinned) for row in rows.trials
-        ]
+        with reading(record):
+            return [
+                trial_view(record, spec, row, latest.get(row.number), row.number in pinned)
+                for row in rows.trials
+            ]
 
     def trial(self, record: SweepRecord, number: int) -> TrialDetail:
         """With its whole curve. Raises TrialNotFound, UnreadableStudy."""
@@ -184,41 +187,41 @@ class SweepViews:
         return known or self._trial_at_rest.keep((record.stamp, number), self._trial(record, number))
 
     def _trial(self, record: SweepRecord, number: int) -> TrialDetail:
-        try:
+        with reading(record):
             found = self._reader.find(record.study, number)
-        except DamagedRows as error:
-            raise unreadable(record, error) from error
         if found is None:
             count = len(self._rows(record).trials)
             raise TrialNotFound(f"sweep {record.id} has no trial {number}; it has {count} so far, from 0")
         row, config = found
         curve = self._records.curve(record.id, number)
         pinned = number in self._records.pinned(record.id)
-        view = trial_view(record, find_spec(record), row, curve[-1] if curve else None, pinned)
-        return TrialDetail(**dict(view), config=config, curve=[epoch_view(epoch) for epoch in curve])
+        with reading(record):
+            view = trial_view(record, find_spec(record), row, curve[-1] if curve else None, pinned)
+            return TrialDetail(**dict(view), config=config, curve=[epoch_view(epoch) for epoch in curve])
 
     def environment(self, record: SweepRecord, trials: Sequence[TrialView]) -> Environment:
         """Raises UnreadableStudy."""
-        try:
-            with self._records.engine.connect() as connection:
-                of_study = read_study_attributes(connection, record.study)
-        except DamagedRows as error:
-            raise unreadable(record, error) from error
         devices, runtimes = [trial.device for trial in trials], [trial.runtime for trial in trials]
-        return environment_of(record, of_study, devices, runtimes)
+        with reading(record), self._records.engine.connect() as connection:
+            of_study = read_study_attributes(connection, record.study)
+            return environment_of(record, of_study, devices, runtimes)
 
     def _rows(self, record: SweepRecord) -> StudyRows:
-        try:
+        with reading(record):
             return self._reader.read(record.study)
-        except DamagedRows as error:
-            raise unreadable(record, error) from error
 
 
-def unreadable(record: SweepRecord, error: DamagedRows) -> UnreadableStudy:
-    return UnreadableStudy(
-        f"the trials of sweep {record.id} cannot be read: {error}; it can be cancelled and deleted, "
-        "and its checkpoints are where they were"
-    )
+@contextmanager
+def reading(record: SweepRecord) -> Iterator[None]:
+    """Around what makes something of a sweep's trials: they may hold anything. Raises UnreadableStudy."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        told = error if isinstance(error, DamagedRows) else f"{type(error).__name__}: {error}"
+        raise UnreadableStudy(
+            f"the trials of sweep {record.id} cannot be read: {told}; it can be cancelled and deleted, "
+            "and its checkpoints are where they were"
+        ) from error
 
 
 def environment_of(

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -302,13 +302,32 @@ def test_the_optuna_file_is_one_file_and_nothing_is_left_behind(
     assert [path for path in controller.data_dir.iterdir() if path.name.startswith(".")] == []
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(controller: SweepController) -> None:
+TABULAR = (Format.csv, Format.parquet, Format.json)
+
+
+def damage_attribute(name: str, written: str) -> str:
+    return f"UPDATE trial_user_attributes SET value_json = '{written}' WHERE key = '{name}'"
+
+
+@pytest.mark.parametrize(
+    ("damage", "forms"),
+    [
+        (damage_attribute("config", "{dam"), TABULAR),
+        (damage_attribute("config", '"x"'), TABULAR),
+        (damage_attribute("best_valid_loss", '"x"'), TABULAR),
+        (damage_attribute("best_epoch", "[1]"), TABULAR),
+        ("UPDATE trials SET state = 'BROKEN' WHERE number = 1", Format),
+    ],
+)
+def test_what_cannot_be_written_is_told_and_leaves_nothing_behind(
+    controller: SweepController, url: str, damage: str, forms: Iterable[Format]
+) -> None:
+    if "BROKEN" in damage and not url.startswith("sqlite"):
+        pytest.skip("PostgreSQL takes no state that there is not")
     with controller.records.engine.begin() as connection:
-        connection.exec_driver_sql(
-            "UPDATE trial_user_attributes SET value_json = '{dam' WHERE key = 'config'"
-        )
+        connection.exec_driver_sql(damage)
     before = set(os.listdir("/proc/self/fd"))
-    for form in (Format.csv, Format.parquet, Format.json):
+    for form in forms:
         with pytest.raises(UnreadableStudy, match=SWEEP):
             make_export(controller, SWEEP, form)
     assert set(os.listdir("/proc/self/fd")) == before

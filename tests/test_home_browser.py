@@ -187,7 +187,7 @@ window.setTimeout = (act, ms) => later(act, ms / 20);
 window.fetch = (...asked) => !window.failing ? ask(...asked)
   : address ? ask(address, ...asked.slice(1)) : Promise.reject(new TypeError("Failed to fetch"));
 """
-"""Until it is told otherwise, the page is answered by what lies at another address; by nobody, where it is null."""
+"""Until it is told otherwise, the page is answered by another address, or by nobody, where that is null."""
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from service.errors import (
     UnreadableStudy,
 )
 from service.lifecycle import Verb
+from service.live import LiveList
 from service.pages import SweepOrder, SweepQuery, read_page
 from service.records import Records, SweepJournal
 from service.schemas import BudgetChanges, Changes, Extension, RetryRequest, SweepView
@@ -30,7 +31,7 @@ from tests.service_process import write_corpus
 from trials.ledger import StudyLedger
 from trials.spec import Budget, Resources, SweepRequest, SweepSpec
 from trials.store import CheckpointStore, unpack
-from trials.studies import close_open_trials
+from trials.studies import close_open_trials, find_rows
 from trials.tasks import Failure, Task
 
 
@@ -366,6 +367,49 @@ def test_second_request_to_try_again_adds_to_the_first(
     for failure_class in ("out_of_memory", "user_error"):
         controller.retry_failed(sweep_id, RetryRequest(classes=[failure_class]))
     assert controller.records.get_sweep(sweep_id).retry_numbers == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("best_valid_loss", "x"),
+        pytest.param("best_valid_loss", 10**400, id="too large"),
+        ("best_epoch", [1]),
+        ("attempt", None),
+        ("device", {}),
+    ],
+)
+def test_sweep_with_an_attribute_of_the_wrong_type_hides_no_other_and_says_so(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore, attribute: str, value: Any
+) -> None:
+    damaged, whole = controller.create(asked).id, controller.create(asked).id
+    take(start(controller, damaged, store))
+    (trial,) = find_rows(damaged, controller.storage)
+    controller.storage.set_trial_user_attr(trial._trial_id, attribute, value)
+    views = {view.id: view for view in listed(controller)}
+    assert "cannot be read" in (views[damaged].state_reason or "")
+    assert views[whole].state_reason is None
+    with pytest.raises(UnreadableStudy, match=damaged):
+        controller.trials(damaged)
+    with pytest.raises(UnreadableStudy, match=damaged):
+        controller.trial(damaged, 0)
+    rows = LiveList(controller.records, controller.views).rows([damaged, whole], lambda view: view.id)
+    assert rows.keys() == {damaged, whole}
+
+
+def test_a_row_that_cannot_be_written_is_left_out_of_the_live_list(
+    controller: SweepController, asked: SweepSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    strange, whole = controller.create(asked).id, controller.create(asked).id
+
+    def row(view: SweepView) -> str:
+        if view.id == strange:
+            raise RuntimeError("strange")
+        return view.id
+
+    rows = LiveList(controller.records, controller.views).rows([strange, whole], row)
+    assert rows.keys() == {whole}
+    assert f"the row of sweep {strange}" in caplog.text
 
 
 def test_sweep_whose_trials_are_damaged_hides_no_other_and_says_so(

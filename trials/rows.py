@@ -109,7 +109,7 @@ def read_pages(
                 attributes = _by_trial(connection, _ATTRIBUTES_WITH_CONFIG, named)
                 params = _by_trial(connection, _PARAMS, named)
                 rows = [_row(row, attributes, params) for row in found]
-                yield [(row, row.user_attrs.pop(CONFIG, {})) for row in rows]
+                yield [(row, dict(row.user_attrs.pop(CONFIG, {}))) for row in rows]
     except (ValueError, LookupError, TypeError) as error:
         raise DamagedRows(f"{type(error).__name__}: {error}") from error
 
