@@ -89,7 +89,7 @@ class Survey:
     """What a first look over all trials finds: what there is to write, and how the sweep stands."""
 
     params: dict[str, set[type]] = field(default_factory=dict)
-    """Types of the values that each has, None left out, by name."""
+    """What the values of each are, None left out, by name."""
     config: dict[str, set[type]] = field(default_factory=dict)
     states: dict[str, int] = field(default_factory=dict)
     epochs_done: int = 0
@@ -100,7 +100,7 @@ class Survey:
     def add(self, trial: TrialView, config: dict[str, Any]) -> None:
         for columns, values in ((self.params, trial.params), (self.config, dict(flat(config)))):
             for name, value in values.items():
-                columns.setdefault(name, set()).update(set() if value is None else {type(value)})
+                columns.setdefault(name, set()).update(set() if value is None else {_kind(value)})
         self.states[trial.state] = self.states.get(trial.state, 0) + 1
         self.epochs_done += trial.epochs_done
         self.best = best_of([trial] if self.best is None else [self.best, trial])
@@ -110,6 +110,11 @@ class Survey:
     @property
     def progress(self) -> Progress:
         return Progress(self.states, self.epochs_done, self.best, None)
+
+
+def _kind(value: Any) -> type:
+    """Its type; text of a whole number that takes more than 64 bits, since no table has those."""
+    return str if type(value) is int and not -(2**63) <= value < 2**63 else type(value)
 
 
 class Moment:

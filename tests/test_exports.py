@@ -17,8 +17,9 @@ import optuna
 import pandas
 import pyarrow.parquet
 import pytest
-from optuna.distributions import CategoricalDistribution, FloatDistribution
+from optuna.distributions import CategoricalDistribution, FloatDistribution, distribution_to_json
 from optuna.storages import get_storage
+from optuna.storages._rdb.models import TrialParamModel
 from optuna.trial import TrialState, create_trial
 from sqlalchemy import insert, update
 from typer.testing import CliRunner
@@ -201,6 +202,22 @@ def test_parquet_gives_back_what_the_api_says(controller: SweepController, table
     typed = TYPES[table]
     assert {name: types[name] for name in typed} == typed
     assert schema.metadata[b"fraternal.sweep_id"] == SWEEP.encode()
+
+
+def test_a_column_with_a_number_beyond_64_bits_is_text(controller: SweepController) -> None:
+    large = [10**30, -(2**63), 2**63 - 1]
+    written = json.dumps({"training": {"lr_patience": large[0], "low": large[1], "high": large[2]}})
+    wide = CategoricalDistribution((10**30, 20, 30))
+    with controller.records.engine.begin() as connection:
+        connection.exec_driver_sql(damage_attribute("config", written))
+        params = update(TrialParamModel).where(TrialParamModel.param_name == "batch_size")
+        connection.execute(params.values(distribution_json=distribution_to_json(wide)))
+    frame = pandas.read_parquet(io.BytesIO(made(controller, Format.parquet)))
+    assert frame["config.training.lr_patience"][0] == str(10**30)
+    assert [frame[f"config.training.{name}"][0] for name in ("low", "high")] == large[1:]
+    assert list(frame["params.batch_size"][:3]) == [str(10**30), "20", "30"]
+    text = pandas.read_csv(io.BytesIO(made(controller, Format.csv)), dtype=str)
+    assert list(text["params.batch_size"][:3]) == [str(10**30), "20", "30"]
 
 
 TIMES = ("exported_at", "started_at", "finished_at", "recorded_at")
