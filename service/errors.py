@@ -179,6 +179,13 @@ class TooManyRequests(ServiceError):
         self.retry_after_s = retry_after_s
 
 
+class DiskFull(ServiceError):
+    """There is no room for this on the service's disk."""
+
+    status = 507
+    code = "disk_full"
+
+
 class DatabaseAway(ServiceError):
     """The database does not answer."""
 

@@ -25,6 +25,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         "model": ProblemDocument,
         "description": "There is no such format or table, or a table of a format that has both in one file.",
     },
+    507: {"model": ProblemDocument, "description": "The disk of the service has no room for the file."},
 }
 
 exports = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])

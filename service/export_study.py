@@ -54,6 +54,7 @@ def write_study(moment: Moment, path: Path) -> None:
         with storage.engine.begin() as target:
             for query, table in _rows(sweep.study, study._study_id):
                 for rows in moment.connection.execute(query).mappings().partitions(ROWS_AT_ONCE):
+                    moment.go_on()
                     target.execute(insert(table), [dict(row) for row in rows])
         study.set_user_attr("sweep_id", sweep.id)
         study.set_user_attr("exported_at", moment.at.isoformat())

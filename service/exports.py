@@ -6,12 +6,14 @@ that breaks off, and its length and digest are known. It has no name by then: it
 and when this process dies.
 """
 
+import errno
 import hashlib
 import math
 import shutil
+import sqlite3
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -24,10 +26,10 @@ from sqlalchemy import Connection, Row, bindparam, func, select
 
 from service.copies import snapshot
 from service.database import now
-from service.errors import BadParameter
+from service.errors import BadParameter, DiskFull
 from service.records import SweepRecord, pinned_in, sweep_in
 from service.schemas import Environment, EpochView, SweepDetail, TrialDetail, TrialView, flat
-from service.sweeps import SweepController
+from service.sweeps import SweepController, find_little_room
 from service.tables import epochs
 from service.views import (
     Progress,
@@ -123,8 +125,11 @@ class Moment:
     Raises SweepNotFound, and whoever reads its trials UnreadableStudy.
     """
 
-    def __init__(self, connection: Connection, sweep_id: str, views: SweepViews) -> None:
-        self.connection, self._views = connection, views
+    def __init__(
+        self, connection: Connection, sweep_id: str, views: SweepViews, go_on: Callable[[], None]
+    ) -> None:
+        self.connection, self._views, self.go_on = connection, views, go_on
+        """`go_on` is called before each page of rows, and raises where no more is to be made."""
         self.at: datetime = now()
         self.record: SweepRecord = sweep_in(connection, sweep_id)
         self._pinned = pinned_in(connection, sweep_id)
@@ -136,6 +141,7 @@ class Moment:
             return
         with reading(self.record):
             for page in read_pages(self.connection, self.record.study, TRIALS_AT_ONCE):
+                self.go_on()
                 latest = self._latest(page[0][0].number, page[-1][0].number)
                 for row, config in page:
                     pinned = row.number in self._pinned
@@ -151,6 +157,7 @@ class Moment:
         query = _EPOCHS.execution_options(yield_per=EPOCHS_AT_ONCE)
         with self.connection.execute(query, {"sweep_id": self.record.id}) as found:
             for page in found.partitions():
+                self.go_on()
                 yield list(page)
 
     def details(self) -> Iterator[TrialDetail]:
@@ -201,18 +208,30 @@ Write = Callable[[Moment, BinaryIO], None]
 
 
 def make_export(
-    controller: SweepController, sweep_id: str, form: Format, table: Table | None = None
+    controller: SweepController,
+    sweep_id: str,
+    form: Format,
+    table: Table | None = None,
+    may_go_on: Callable[[], None] = lambda: None,
 ) -> Export:
-    """Make the file, on the disk of the data directory.
+    """Make the file, on the disk of the data directory, page by page as long as `may_go_on` does not raise.
 
-    Raises SweepNotFound, UnreadableStudy, UnreadableSpec, and BadParameter for a `table` of what has both.
+    Raises SweepNotFound, UnreadableStudy, UnreadableSpec, DiskFull, and BadParameter for a `table` of what
+    has both.
     """
     if table is not None and form not in OF_ONE_TABLE:
         words = f"{form} has trials and epochs in one file: leave `table` out, or ask for csv or parquet"
         raise BadParameter("table", "no_single_table", words)
     folder = controller.data_dir
-    with snapshot(controller.records.engine) as connection:
-        moment = Moment(connection, sweep_id, controller.views)
+
+    def go_on() -> None:
+        may_go_on()
+        if little := find_little_room(folder):  # what it has left is the database's
+            raise DiskFull(f"the export was not made: {little}, and ask again")
+
+    go_on()
+    with _room_on(folder), snapshot(controller.records.engine) as connection:
+        moment = Moment(connection, sweep_id, controller.views, go_on)
         if form is Format.optuna:
             file = _study_file(moment, folder)
         else:
@@ -223,6 +242,32 @@ def make_export(
     which = f"-{table or Table.trials}" if form in OF_ONE_TABLE else ""
     name = f"{sweep_id}{which}-{moment.at:%Y%m%dT%H%M%SZ}.{SUFFIXES[form]}"
     return Export(file, size, sha256, name, MEDIA_TYPES[form])
+
+
+@contextmanager
+def _room_on(folder: Path) -> Iterator[None]:
+    """Raises DiskFull in place of whatever says that a file in this folder could not grow."""
+    try:
+        yield
+    except Exception as error:
+        if not _says_full(error):
+            raise
+        free = shutil.disk_usage(folder).free / 2**20
+        raise DiskFull(
+            f"the export was not made: a file in {folder} could not grow, with {free:.0f} MiB left on its "
+            "disk; free some, or allow more where there is a quota, and ask again"
+        ) from error
+
+
+def _says_full(error: BaseException | None) -> bool:
+    """Itself, or what it was raised from: SQLAlchemy and Optuna wrap what SQLite raises."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            return True
+        if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _file(moment: Moment, folder: Path, write: Write) -> BinaryIO:

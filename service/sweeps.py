@@ -52,6 +52,14 @@ LITTLE_ROOM = 256 * 2**20
 RETRIED_BY_DEFAULT: frozenset[FailureClass] = frozenset(get_args(FailureClass)) - {"diverged"}
 
 
+def find_little_room(folder: Path) -> str | None:
+    """What there is to say where a disk is almost full."""
+    usage = shutil.disk_usage(folder)
+    if usage.free >= min(LITTLE_ROOM, usage.total / 20):
+        return None
+    return f"the disk of {folder} has only {usage.free / 2**20:.0f} MiB left: free some"
+
+
 @dataclass(frozen=True)
 class OpenCheckpoint:
     """A checkpoint archive, open for reading; whoever asked for it closes it."""
@@ -331,10 +339,8 @@ class SweepController:
             self.records.ping()
         except SQLAlchemyError as error:
             return [f"the database does not answer: {type(error).__name__}"]
-        usage = shutil.disk_usage(self.data_dir)
-        if usage.free < min(LITTLE_ROOM, usage.total / 20):
-            return [f"the disk of {self.data_dir} has only {usage.free / 2**20:.0f} MiB left: free some"]
-        return []
+        little = find_little_room(self.data_dir)
+        return [] if little is None else [little]
 
 
 def build_controller(settings: Settings, launcher: Launcher) -> SweepController:

@@ -5,6 +5,8 @@ import json
 import math
 import os
 import re
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -18,15 +20,15 @@ import pandas
 import pyarrow.parquet
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, distribution_to_json
-from optuna.storages import get_storage
+from optuna.storages import RDBStorage, get_storage
 from optuna.storages._rdb.models import TrialParamModel
 from optuna.trial import TrialState, create_trial
-from sqlalchemy import insert, update
+from sqlalchemy import event, insert, update
 from typer.testing import CliRunner
 
 from service.cli import app
 from service.database import migrate, naive, now, open_engine, utc
-from service.errors import UnreadableStudy
+from service.errors import DiskFull, UnreadableStudy
 from service.exports import PREFIX, Format, Moment, Table, make_export
 from service.records import Records
 from service.schemas import SweepExport, flat
@@ -349,6 +351,58 @@ def test_what_cannot_be_written_is_told_and_leaves_nothing_behind(
             make_export(controller, SWEEP, form)
     assert set(os.listdir("/proc/self/fd")) == before
     assert [path for path in controller.data_dir.iterdir() if path.name.startswith(".")] == []
+
+
+def nothing_is_left(controller: SweepController) -> bool:
+    return not [path for path in controller.data_dir.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("form", Format)
+def test_what_is_left_of_an_almost_full_disk_is_the_databases(
+    controller: SweepController, form: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it becomes full while the file is made."""
+    for looks_before in (0, 1):
+        free = iter([2**40] * looks_before)
+        usage = type("Usage", (), {"total": 2**40})
+
+        def disk_usage(_: Path, usage: Any = usage, free: Any = free) -> Any:
+            usage.free = next(free, 7 * 2**20)
+            return usage
+
+        monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+        with pytest.raises(DiskFull, match="only 7 MiB left: free some"):
+            make_export(controller, SWEEP, form)
+        assert nothing_is_left(controller)
+
+
+@pytest.mark.parametrize("form", TABULAR)
+def test_a_disk_that_is_full_at_last_is_told_of(
+    controller: SweepController, form: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        tempfile, "TemporaryFile", lambda dir: os.fdopen(os.open("/dev/full", os.O_RDWR), "w+b")
+    )
+    with pytest.raises(DiskFull, match=r"MiB left on its disk; free some"):
+        make_export(controller, SWEEP, form)
+
+
+def test_a_study_that_its_disk_does_not_take_is_told_of(
+    controller: SweepController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create_without_room(storage: RDBStorage, **named: Any) -> optuna.Study:
+        study = optuna.create_study(storage=storage, **named)
+        storage.engine.dispose()
+        no_larger = "PRAGMA max_page_count = 1"  # than it is
+        event.listen(storage.engine, "connect", lambda connection, _: connection.execute(no_larger))
+        return study
+
+    with controller.records.engine.begin() as connection:
+        connection.exec_driver_sql(damage_attribute("config", json.dumps("x" * 100_000)))
+    monkeypatch.setattr("service.export_study.create_study", create_without_room)
+    with pytest.raises(DiskFull, match=r"MiB left on its disk; free some"):
+        make_export(controller, SWEEP, Format.optuna)
+    assert nothing_is_left(controller)
 
 
 def test_it_is_of_one_moment_whatever_is_written_meanwhile(
