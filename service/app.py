@@ -91,6 +91,7 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     app.state.streams = Streams(app.state.events, controller.look, settings.max_streams)
     app.state.live = LiveList(records, controller.views)
     app.state.rows = Rows()
+    app.state.open_exports = set()
     app.state.idempotency = Idempotency(records.engine)
     for router in routers.ALL:
         app.include_router(router)

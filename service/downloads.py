@@ -1,19 +1,27 @@
 """One file over HTTP: strong ETag, digest, single byte ranges, conditional requests (RFC 9110, RFC 9530)."""
 
+import asyncio
 import base64
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
+from anyio import move_on_after
 from fastapi import Response
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from service.exports import Export
 from service.problems import ProblemDocument, plain_problem, problem_response
+from service.streams import ABORT
 from service.sweeps import OpenCheckpoint
 
+log = logging.getLogger(__name__)
+
 CHUNK_BYTES = 256 * 1024
+PATIENCE_S = 60.0
+"""For a client to take a chunk: one of 5 KiB a second is served still."""
 
 
 def _described(**headers: tuple[str, str]) -> dict[str, Any]:
@@ -65,15 +73,26 @@ WHOLE_FILE = _described(
 
 
 class _FileStream(StreamingResponse):
-    """Streams from a file and closes it, also when the client goes away."""
+    """Streams from a file and closes it, also when the client goes away, or takes nothing more."""
 
     def __init__(self, file: BinaryIO, length: int, status: int, headers: Mapping[str, str]) -> None:
         super().__init__(_chunks(file, length), status, headers)
         self._file = file
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_patiently(message: Message) -> None:
+            with move_on_after(PATIENCE_S):
+                await send(message)
+                return
+            abort = scope.get("extensions", {}).get(ABORT)
+            if abort is None:
+                raise TimeoutError("the client takes no more of the file")
+            log.info("a client that takes no more of its file is dropped")
+            abort()
+            await asyncio.sleep(0)  # in which uvicorn is told
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_patiently)
         finally:
             self._file.close()
 

@@ -179,6 +179,22 @@ class TooManyRequests(ServiceError):
         self.retry_after_s = retry_after_s
 
 
+class TooManyExports(ServiceError):
+    """As many exports as there may be are being made or sent."""
+
+    status = 503
+    code = "too_many_exports"
+    retry_after_s = 10
+
+
+class Stopping(ServiceError):
+    """The service is being stopped."""
+
+    status = 503
+    code = "stopping"
+    retry_after_s = 2
+
+
 class DiskFull(ServiceError):
     """There is no room for this on the service's disk."""
 

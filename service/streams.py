@@ -280,6 +280,10 @@ class Streams:
     def count(self) -> int:
         return len(self._open)
 
+    @property
+    def is_closing(self) -> bool:
+        return self._closing
+
     def close(self) -> None:
         """End them all, and refuse others: their clients go on with the next service."""
         self._closing = True

@@ -551,6 +551,47 @@ def test_who_hangs_up_leaves_nothing_behind(
     wait_until(lambda: written[0].closed, "the file is closed")
 
 
+def test_one_export_too_many_is_asked_to_come_later(
+    client: httpx.Client, ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that does not read holds a file."""
+    monkeypatch.setattr("service.export_routes.MOST_OPEN", 1)
+    monkeypatch.setattr("service.export_texts.write_json", lambda moment, file: file.write(bytes(64 * 2**20)))
+    path = f"/v1/sweeps/{ended}/export"
+    with client.stream("GET", path) as unread:
+        assert unread.status_code == 200
+        refused = client.get(path)
+        assert (refused.status_code, refused.json()["code"]) == (503, "too_many_exports")
+        assert int(refused.headers["retry-after"]) > 0
+    wait_until(lambda: client.head(path).status_code == 200, "there is room again")
+
+
+def test_who_takes_no_more_of_a_file_is_dropped(
+    client: httpx.Client, ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+
+    def write_much(moment: Moment, file: Any) -> None:
+        written.append(file)
+        file.write(bytes(64 * 2**20))
+
+    monkeypatch.setattr("service.downloads.PATIENCE_S", 0.2)
+    monkeypatch.setattr("service.export_texts.write_json", write_much)
+    with client.stream("GET", f"/v1/sweeps/{ended}/export") as unread:
+        wait_until(lambda: written[0].closed, "the file is closed")
+        with pytest.raises(httpx.TransportError):
+            unread.read()
+
+
+def test_no_export_is_made_once_the_service_stops(
+    client: httpx.Client, ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.streams.Streams.is_closing", True)
+    for form in Format:
+        refused = client.get(f"/v1/sweeps/{ended}/export", params={"format": form})
+        assert (refused.status_code, refused.json()["code"]) == (503, "stopping")
+
+
 # By the command line.
 
 
