@@ -12,6 +12,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.storages import InMemoryStorage
 from scipy import stats
 
+import trials.samplers
 from tests.fakes import MemoryJournal, open_ledger, spec
 from trials.adaptive import build_sampler
 from trials.samplers import shuffled, sobol_point, suggest, unit_at, unit_interval, value_at
@@ -145,6 +146,19 @@ def test_every_order_of_a_grid_comes_equally_often() -> None:
     orders = [tuple(shuffled(seed, 3, index) for index in range(3)) for seed in range(DRAWS)]
     counts = [orders.count(order) for order in itertools.permutations(range(3))]
     assert stats.chisquare(counts).pvalue > 0.01
+
+
+def test_the_next_cell_of_a_grid_is_a_step_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+
+    def counted(seed: int, draw: int, name: str) -> float:
+        steps.append(draw)
+        return unit_interval(seed, draw, name)
+
+    monkeypatch.setattr(trials.samplers, "unit_interval", counted)
+    cells = [shuffled(90210, 1000, index) for index in range(1000)]
+    assert [shuffled(90210, 1000, index) for index in range(1000)] == cells
+    assert steps == list(range(1000))
 
 
 def test_a_grid_of_more_cells_than_can_be_listed_is_one() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from functools import lru_cache
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -112,17 +113,34 @@ def grid_values(choices: Range) -> Any:
 
 
 def shuffled(seed: int, size: int, index: int) -> int:
-    """The element of this index: range(size) in a random order, then again in another one, and so on.
+    """The element of this index: range(size) in a random order, then again in another one, and so on."""
+    turn, place = divmod(index, size)
+    return _order(seed, size, turn)[place]
 
-    Fisher and Yates's shuffle, of which only what has been moved is kept, as far as the index.
+
+class _Order:
+    """range(size) in a random order, by Fisher and Yates's shuffle.
+
+    Only what has been moved is kept, as far as it has been asked for: the next element is a step away.
     """
-    turn, index = divmod(index, size)
-    moved: dict[int, int] = {}
-    for place in range(index + 1):
-        u = unit_interval(seed, place, f"turn {turn} of a grid")
-        other = min(size - 1, place + int(u * (size - place)))
-        element, moved[other] = moved.get(other, other), moved.get(place, place)
-    return element
+
+    def __init__(self, seed: int, size: int, turn: int) -> None:
+        self._seed, self._size, self._turn = seed, size, turn
+        self._moved: dict[int, int] = {}
+        self._elements: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        while len(self._elements) <= index:
+            place, moved = len(self._elements), self._moved
+            u = unit_interval(self._seed, place, f"turn {self._turn} of a grid")
+            other = min(self._size - 1, place + int(u * (self._size - place)))
+            element, moved[other] = moved.get(other, other), moved.get(place, place)
+            self._elements.append(element)
+        return self._elements[index]
+
+
+_order = lru_cache(maxsize=2)(_Order)
+"""A driver is in one turn; the one before it, where an earlier trial is taken up."""
 
 
 def unit_interval(seed: int, draw: int, name: str) -> float:
