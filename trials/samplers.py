@@ -1,4 +1,4 @@
-"""Samplers whose values are a function of (seed, draw), whatever has happened. adaptive.py has the others."""
+"""Samplers whose values are a function of (seed, draw), whatever trials come to. adaptive.py has the others."""
 
 import hashlib
 import math
@@ -42,18 +42,30 @@ class CounterSampler(PerParameter):
 
 
 class SequenceSampler(CounterSampler):
-    """Points of a sequence of the whole space, by their index: a draw's are the same in every arm.
+    """Points of a sequence of the whole space, one after another: a draw's are the same in every arm.
 
-    The spec's own points are the first draws, and take none of the sequence; what they leave out is random.
+    A draw that a client has chosen values for takes none of the sequence; what they leave out is random.
     """
+
+    def __init__(self, spec: SweepSpec) -> None:
+        super().__init__(spec)
+        self._asked: tuple[int, int | None] = -1, None
+        """The latest trial, and its draw's index in the sequence: it asks for one value after another."""
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        index = self._spec.draw_of(trial.number) - len(self._spec.points)
-        if index < 0:
+        if trial.number != self._asked[0]:
+            self._asked = trial.number, self._index_of(study, self._spec.draw_of(trial.number))
+        index = self._asked[1]
+        if index is None:
             return super().sample_independent(study, trial, param_name, param_distribution)
         return self.value(index, param_name, param_distribution)
+
+    def _index_of(self, study: Study, draw: int) -> int | None:
+        rows = study.get_trials(deepcopy=False)
+        chosen = {self._spec.draw_of(row.number) for row in rows if "fixed_params" in row.system_attrs}
+        return None if draw in chosen else draw - sum(each < draw for each in chosen)
 
     def value(self, index: int, name: str, distribution: BaseDistribution) -> Any:
         raise NotImplementedError

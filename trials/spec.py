@@ -189,7 +189,7 @@ class RandomSampler(Wire):
 
 class QMCSampler(Wire):
     """Scrambled Sobol points, which fill the space more evenly than chance, best in 2, 4, 8, … draws. A value
-    is a function of (seed, draw, space)."""
+    is a function of (seed, space, how many draws before it are no client's points)."""
 
     name: Literal["qmc"]
     seed: Seed = 0
