@@ -152,6 +152,43 @@ def test_crash_before_any_write_leaves_no_trace_in_what_is_suggested(sampler: st
     assert writes > 90
 
 
+@pytest.mark.parametrize("sampler", FAST)
+@pytest.mark.parametrize("begun", [3, 7, 9])
+def test_crash_amid_a_suggestion_mixes_it_with_no_other(sampler: str, begun: int) -> None:
+    """Though another trial ends before the rest is asked for."""
+    asked = searching(sampler, 12, **ONE_ARM)
+
+    def suggested(values: int | None) -> dict[str, Any]:
+        """For the trial after so many, the last of which runs; a crash comes once so many values are kept."""
+        storage, journal = CrashingStorage(), MemoryJournal()
+        ledger = open_ledger(asked, storage, journal)
+        for number in range(begun):
+            task = ledger.next_task()
+            assert task is not None
+            for said in by_value(task) if number < begun - 1 else ():
+                ledger.record(task, said)
+        if values is not None:
+            storage.before_write = lambda: crash_at(values, storage)
+            with pytest.raises(Crash):
+                ledger.next_task()
+            storage.before_write = Countdown()
+            ledger = open_ledger(asked, storage, journal)
+            task = ledger.next_task()
+            assert task is not None
+            assert task.number == begun - 1
+            for said in by_value(task):
+                ledger.record(task, said)
+        ledger.next_task()
+        return rows(storage)[begun].params
+
+    def crash_at(values: int, storage: CrashingStorage) -> None:
+        if len(rows(storage)) > begun and len(rows(storage)[begun].params) == values:
+            raise Crash
+
+    whole = suggested(None)
+    assert [suggested(values) for values in range(1, len(whole))] == [whole] * (len(whole) - 1)
+
+
 @pytest.mark.parametrize(("sampler", "at_once"), [("tpe", 4), ("cmaes", 4), ("gp", 2)])
 def test_trials_that_run_at_once_differ_and_are_the_same_for_the_next_driver(
     sampler: str, at_once: int

@@ -45,6 +45,9 @@ MOST_SHOWN = 1000
 INITIAL_SIGMA = 0.25
 """Of CMA-ES, in the widths of the ranges, from their middle: Hansen (2016) has the optimum within 2 or so."""
 
+SUGGESTED = "suggested"
+"""The attribute of a trial that keeps what was suggested for it; nothing where it is drawn at random."""
+
 Space = dict[str, BaseDistribution]
 
 
@@ -75,10 +78,20 @@ class AdaptiveSampler(PerParameter):
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         if self._latest[0] != trial.number:
-            self._latest = trial.number, self._suggested(study.get_trials(deepcopy=False), trial.number)
+            self._latest = trial.number, self._kept_or_suggested(study, trial)
         if param_name in self._latest[1]:
             return self._latest[1][param_name]
         return self._random.sample_independent(study, trial, param_name, param_distribution)
+
+    def _kept_or_suggested(self, study: Study, trial: FrozenTrial) -> dict[str, Any]:
+        """Kept whole before any value of it is: what a crash leaves out is not taken from another model."""
+        rows = study.get_trials(deepcopy=False)
+        kept: dict[str, Any] | None = rows[trial.number].system_attrs.get(SUGGESTED)
+        if kept is not None:
+            return kept
+        suggested = self._suggested(rows, trial.number)
+        study._storage.set_trial_system_attr(trial._trial_id, SUGGESTED, suggested)
+        return suggested
 
     def _suggested(self, rows: Sequence[FrozenTrial], number: int) -> dict[str, Any]:
         arm = self._spec.arm_of(number)
