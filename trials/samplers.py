@@ -1,4 +1,4 @@
-"""Samplers whose values are a function of (seed, draw), whatever trials come to. adaptive.py has the others."""
+"""Samplers whose values are a function of (seed, draw), whatever happens. adaptive.py has the others."""
 
 import hashlib
 import math
