@@ -26,7 +26,7 @@ from tests.fakes import (
     spec,
     with_loss,
 )
-from trials.adaptive import MOST_FITTED, Seen, distribution_of, seen_in, suggest_by_cmaes
+from trials.adaptive import MOST_FITTED, Seen, distribution_of, seen_in, suggest_by_cmaes, suggest_by_tpe
 from trials.spec import SweepSpec, TrialConfig
 from trials.tasks import Report, Task
 
@@ -152,6 +152,43 @@ def test_crash_before_any_write_leaves_no_trace_in_what_is_suggested(sampler: st
     assert writes > 90
 
 
+@pytest.mark.parametrize("sampler", FAST)
+@pytest.mark.parametrize("begun", [3, 7, 9])
+def test_crash_amid_a_suggestion_mixes_it_with_no_other(sampler: str, begun: int) -> None:
+    """Though another trial ends before the rest is asked for."""
+    asked = searching(sampler, 12, **ONE_ARM)
+
+    def suggested(values: int | None) -> dict[str, Any]:
+        """For the trial after so many, the last of which runs; a crash comes once so many values are kept."""
+        storage, journal = CrashingStorage(), MemoryJournal()
+        ledger = open_ledger(asked, storage, journal)
+        for number in range(begun):
+            task = ledger.next_task()
+            assert task is not None
+            for said in by_value(task) if number < begun - 1 else ():
+                ledger.record(task, said)
+        if values is not None:
+            storage.before_write = lambda: crash_at(values, storage)
+            with pytest.raises(Crash):
+                ledger.next_task()
+            storage.before_write = Countdown()
+            ledger = open_ledger(asked, storage, journal)
+            task = ledger.next_task()
+            assert task is not None
+            assert task.number == begun - 1
+            for said in by_value(task):
+                ledger.record(task, said)
+        ledger.next_task()
+        return rows(storage)[begun].params
+
+    def crash_at(values: int, storage: CrashingStorage) -> None:
+        if len(rows(storage)) > begun and len(rows(storage)[begun].params) == values:
+            raise Crash
+
+    whole = suggested(None)
+    assert [suggested(values) for values in range(1, len(whole))] == [whole] * (len(whole) - 1)
+
+
 @pytest.mark.parametrize(("sampler", "at_once"), [("tpe", 4), ("cmaes", 4), ("gp", 2)])
 def test_trials_that_run_at_once_differ_and_are_the_same_for_the_next_driver(
     sampler: str, at_once: int
@@ -242,15 +279,27 @@ def test_where_trials_diverge_a_sampler_goes_less_and_less(sampler: str) -> None
     assert late.count(TrialState.FAIL) <= 3, "a third of random ones do"
 
 
-def test_where_no_model_fits_a_trial_is_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyError, TypeError, AssertionError])
+def test_where_no_model_fits_a_trial_is_drawn_at_random(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def singular(*arguments: Any) -> Any:
-        raise ValueError("a matrix is singular")
+        raise error("a matrix is singular")
 
     monkeypatch.setattr(trials.adaptive, "suggest_by_cmaes", singular)
     random = searched(searching("random", 8, space=RANGES, **ONE_ARM))
     assert [row.params for row in searched(searching("cmaes", 8, **ONE_ARM))] == [
         row.params for row in random
     ]
+
+
+@pytest.mark.parametrize("sampler", ADAPTIVE)
+def test_a_choice_of_one_value_is_no_axis(sampler: str, caplog: pytest.LogCaptureFixture) -> None:
+    space = {**RANGES, "batch_size": {"type": "choice", "values": [20]}}
+    found = searched(searching(sampler, 12, space=space, **ONE_ARM))
+    without = searched(searching(sampler, 12, space=RANGES, **ONE_ARM))
+    assert [row.params for row in found] == [{**row.params, "batch_size": 20} for row in without]
+    assert "no model fits" not in caplog.text
 
 
 def test_cmaes_learns_from_a_population_at_a_time() -> None:
@@ -268,6 +317,21 @@ def test_a_gaussian_process_is_fitted_to_the_best_and_the_latest() -> None:
     assert len(kept) <= MOST_FITTED
     assert many[0] in kept
     assert kept[-1] is many[-1]
+
+
+def test_tpe_is_shown_no_more_trials_however_many_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+
+    def counted(trial: Seen, space: Any) -> FrozenTrial:
+        shown.append(trial)
+        return row_of(trial, space)
+
+    row_of = trials.adaptive._row
+    monkeypatch.setattr(trials.adaptive, "_row", counted)
+    monkeypatch.setattr(trials.adaptive, "MOST_SHOWN", 20)
+    space = {"lr": distribution_of(searching("tpe", 99).space["lr"])}
+    suggest_by_tpe(space, [Seen({"lr": 1.0 + index}, float(index)) for index in range(60)], 1)
+    assert [trial.loss for trial in shown] == [*range(10), *range(50, 60)]
 
 
 # What they are good for.

@@ -12,7 +12,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.storages import InMemoryStorage
 from scipy import stats
 
-from tests.fakes import MemoryJournal, open_ledger, spec
+import trials.samplers
+from tests.fakes import MemoryJournal, open_ledger, rows, spec
 from trials.adaptive import build_sampler
 from trials.samplers import shuffled, sobol_point, suggest, unit_at, unit_interval, value_at
 from trials.spec import SweepSpec, TrialConfig
@@ -115,10 +116,23 @@ def test_arm_that_fixes_a_parameter_has_the_others_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_the_specs_own_points_take_none_of_the_sequence(name: str) -> None:
-    plain = spec(**SEQUENCES[name], arms={"a": {}})
-    pointed = spec(**SEQUENCES[name], arms={"a": {}}, points=[{}, {"batch_size": 10}])
-    assert drawn(pointed, 10)[2:] == drawn(plain, 8)
+def test_points_take_none_of_the_sequence_whenever_they_come(name: str) -> None:
+    asked = spec(**SEQUENCES[name], budget={"trials": 30})
+    storage, journal = InMemoryStorage(), MemoryJournal()
+    journal.points = [{"batch_size": 10}, {"batch_size": 20, "non_monotone_interval": 5}]
+    for tasks in (9, 16, 20):  # the trials of a driver that died come first: it may be amid a draw
+        ledger = open_ledger(asked, storage, journal)
+        for _ in itertools.islice(iter(ledger.next_task, None), tasks):
+            pass
+        journal.points.append({"batch_size": 30})
+    for _ in iter(open_ledger(asked, storage, journal).next_task, None):
+        pass
+    found = [row.params for row in rows(storage)]
+    assert found[0::2] == found[1::2]
+    left = [draw for draw in range(15) if draw not in journal.points_of_draws]
+    assert len(left) == 10
+    assert left != list(range(5, 15)), "some points came later"
+    assert [found[2 * draw] for draw in left] == drawn(asked, 2 * len(left))[0::2]
 
 
 @given(seed=st.integers(0, 2**63 - 1), k=st.integers(1, 6))
@@ -145,6 +159,19 @@ def test_every_order_of_a_grid_comes_equally_often() -> None:
     orders = [tuple(shuffled(seed, 3, index) for index in range(3)) for seed in range(DRAWS)]
     counts = [orders.count(order) for order in itertools.permutations(range(3))]
     assert stats.chisquare(counts).pvalue > 0.01
+
+
+def test_the_next_cell_of_a_grid_is_a_step_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+
+    def counted(seed: int, draw: int, name: str) -> float:
+        steps.append(draw)
+        return unit_interval(seed, draw, name)
+
+    monkeypatch.setattr(trials.samplers, "unit_interval", counted)
+    cells = [shuffled(90210, 1000, index) for index in range(1000)]
+    assert [shuffled(90210, 1000, index) for index in range(1000)] == cells
+    assert steps == list(range(1000))
 
 
 def test_a_grid_of_more_cells_than_can_be_listed_is_one() -> None:

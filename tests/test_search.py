@@ -79,6 +79,31 @@ def test_worker_is_not_blamed_for_the_time_in_which_nobody_read_what_it_said(
     assert worker.wait(10) == -signal.SIGKILL
 
 
+def test_worker_is_blamed_for_no_time_in_which_a_task_was_chosen_and_for_all_other(
+    ledger: StudyLedger,
+    worker: subprocess.Popen[bytes],
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = StudySearch(ledger, {})
+    search.suggest("a")
+    search.on_report("a", worker.pid)
+
+    def slow() -> None:
+        clock.at += 500
+        assert search.end_hung(), "the watch looks while the main thread chooses"
+
+    monkeypatch.setattr(ledger, "next_task", slow)
+    for _ in range(3):
+        clock.at += 30
+        assert search.suggest("b") is None
+        assert search.end_hung()
+    assert not search._hung, "whose process may take a while to be gone"
+    clock.at += 11
+    search.end_hung()
+    assert worker.wait(10) == -signal.SIGKILL, "however often another task was chosen"
+
+
 def test_worker_that_never_comes_to_speak_is_told_of_but_has_time_to_start(
     ledger: StudyLedger, clock: Clock
 ) -> None:

@@ -24,6 +24,7 @@ from trials.spec import (
     Choice,
     Integer,
     LogUniform,
+    SweepRequest,
     SweepSpec,
     TrialConfig,
     Uniform,
@@ -174,6 +175,10 @@ def uniform(low: Any, high: Any) -> dict[str, Any]:
     return {"type": "uniform", "low": low, "high": high}
 
 
+def integer(low: int, high: int) -> dict[str, Any]:
+    return {"type": "integer", "low": low, "high": high}
+
+
 def choice(*values: Any) -> dict[str, Any]:
     return {"type": "choice", "values": list(values)}
 
@@ -184,7 +189,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field of a section": ({"model": {"lstms": 2}}, "/model/lstms"),
     "unknown preset": ({"preset": "paper"}, "/preset"),
     "preset that is no name": ({"preset": ["quickstart"]}, "/preset"),
-    "more than one GPU": ({"resources": {"gpus": 2}}, "/resources/gpus"),
+    "more than one GPU": ({"resources": {"gpus": 2}}, "/resources/resources/gpus"),
     "unknown baseline": ({"baseline": "plain"}, "/baseline"),
     "baseline that no perplexity goes below": ({"baseline": 1}, "/baseline/constrained-float"),
     "no arms": ({"arms": {}}, "/arms"),
@@ -263,6 +268,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"sampler": {"name": "cmaes"}, "space": {"kappa": uniform(0, 1)}, "budget": {"trials": 8}},
         "/budget/trials",
     ),
+    "CMA-ES along one value": (
+        {**MANY, "sampler": {"name": "cmaes"}, "space": {"bptt": choice(70)}},
+        "/sampler/name",
+    ),
+    "Gaussian process over too many integers": (
+        {**MANY, "sampler": {"name": "gp"}, "space": {"lr_patience": integer(1, 100_001)}},
+        "/space/lr_patience",
+    ),
     "nothing to learn about": ({**MANY, "sampler": {"name": "tpe"}}, "/sampler/name"),
     "every arm fixes what is searched": (
         {
@@ -281,6 +294,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"pruner": {"name": "hyperband", "min_epochs": 4}, "training": {"epochs": 11}},
         "/pruner",
     ),
+    "successive halving that comes too late": (
+        {"pruner": {"name": "successive_halving", "min_epochs": 3}, "training": {"epochs": 3}},
+        "/pruner/min_epochs",
+    ),
+    "Hyperband that comes too late": (
+        {"pruner": {"name": "hyperband", "min_epochs": 4}, "training": {"epochs": 3}},
+        "/pruner/min_epochs",
+    ),
     "median that comes too late": (
         {"pruner": {"name": "median", "min_epochs": 3}, "training": {"epochs": 3}},
         "/pruner/min_epochs",
@@ -292,7 +313,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refusal_points_at(kind: str) -> None:
     changes, pointer = REFUSED[kind]
     with pytest.raises(ValidationError) as refusal:
-        SweepSpec.model_validate({**MINIMAL, **changes})
+        SweepRequest.model_validate({**MINIMAL, **changes})
     pointers = set()
     for error in refusal.value.errors():
         pointers.add("".join(f"/{part}" for part in error["loc"]) + error.get("ctx", {}).get("pointer", ""))
@@ -307,7 +328,7 @@ def test_refusal_points_at(kind: str) -> None:
     ],
 )
 def test_what_every_arm_fixes_is_no_matter_of_the_sampler(fits: dict[str, Any]) -> None:
-    assert SweepSpec.model_validate({**MINIMAL, "arms": {"a": {"kappa": 0}, "b": {"kappa": 1}}, **fits})
+    assert SweepRequest.model_validate({**MINIMAL, "arms": {"a": {"kappa": 0}, "b": {"kappa": 1}}, **fits})
 
 
 @pytest.mark.parametrize(
@@ -315,12 +336,44 @@ def test_what_every_arm_fixes_is_no_matter_of_the_sampler(fits: dict[str, Any]) 
     [
         {"sampler": {"name": "cmaes"}, "space": {"kappa": uniform(0, 1)}, "budget": {"trials": 9}},
         {"sampler": {"name": "tpe"}, "space": {"kappa": uniform(0, 1)}, "budget": {"trials": 21}},
+        {
+            "sampler": {"name": "cmaes"},
+            "space": {"kappa": uniform(0, 1), "bptt": choice(70)},
+            "budget": {"trials": 9},
+        },
+        {**MANY, "sampler": {"name": "gp"}, "space": {"lr_patience": integer(1, 100_000)}},
+        {
+            **MANY,
+            "sampler": {"name": "gp"},
+            "arms": {"a": {"lr_patience": 3}},
+            "space": {"lr_patience": integer(1, 2**53), "lr": uniform(1, 2)},
+        },
+        {"pruner": {"name": "successive_halving", "min_epochs": 2}, "training": {"epochs": 3}},
+        {"pruner": {"name": "successive_halving"}, "training": {"epochs": 1}},
         {"pruner": {"name": "hyperband", "min_epochs": 4}, "training": {"epochs": 12}},
         {"sampler": {"seed": 3}},
     ],
 )
 def test_what_is_just_enough_is(fits: dict[str, Any]) -> None:
-    assert SweepSpec.model_validate({**MINIMAL, **fits}).sampler.seed in {0, 3}
+    assert SweepRequest.model_validate({**MINIMAL, **fits}).sampler.seed in {0, 3}
+
+
+SEARCHES = [
+    "grid of a range without end",
+    "CMA-ES among choices",
+    "CMA-ES along one value",
+    "CMA-ES of less than a population",
+    "Gaussian process over too many integers",
+    "budget that ends before TPE learns",
+    "successive halving that comes too late",
+    "median that comes too late",
+]
+
+
+@pytest.mark.parametrize("kind", SEARCHES)
+def test_a_stored_sweep_is_read_whatever_is_asked_of_a_new_ones_search(kind: str) -> None:
+    changes, _ = REFUSED[kind]
+    assert SweepSpec.model_validate({**MINIMAL, **changes}).budget.trials >= 4
 
 
 def test_a_sampler_without_a_name_keeps_the_one_that_it_is_laid_over() -> None:

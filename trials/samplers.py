@@ -1,7 +1,8 @@
-"""Samplers whose values are a function of (seed, draw), whatever has happened. adaptive.py has the others."""
+"""Samplers whose values are a function of (seed, draw), whatever happens. adaptive.py has the others."""
 
 import hashlib
 import math
+from functools import lru_cache
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -41,18 +42,30 @@ class CounterSampler(PerParameter):
 
 
 class SequenceSampler(CounterSampler):
-    """Points of a sequence of the whole space, by their index: a draw's are the same in every arm.
+    """Points of a sequence of the whole space, one after another: a draw's are the same in every arm.
 
-    The spec's own points are the first draws, and take none of the sequence; what they leave out is random.
+    A draw that a client has chosen values for takes none of the sequence; what they leave out is random.
     """
+
+    def __init__(self, spec: SweepSpec) -> None:
+        super().__init__(spec)
+        self._asked: tuple[int, int | None] = -1, None
+        """The latest trial, and its draw's index in the sequence: it asks for one value after another."""
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        index = self._spec.draw_of(trial.number) - len(self._spec.points)
-        if index < 0:
+        if trial.number != self._asked[0]:
+            self._asked = trial.number, self._index_of(study, self._spec.draw_of(trial.number))
+        index = self._asked[1]
+        if index is None:
             return super().sample_independent(study, trial, param_name, param_distribution)
         return self.value(index, param_name, param_distribution)
+
+    def _index_of(self, study: Study, draw: int) -> int | None:
+        rows = study.get_trials(deepcopy=False)
+        chosen = {self._spec.draw_of(row.number) for row in rows if "fixed_params" in row.system_attrs}
+        return None if draw in chosen else draw - sum(each < draw for each in chosen)
 
     def value(self, index: int, name: str, distribution: BaseDistribution) -> Any:
         raise NotImplementedError
@@ -112,17 +125,34 @@ def grid_values(choices: Range) -> Any:
 
 
 def shuffled(seed: int, size: int, index: int) -> int:
-    """The element of this index: range(size) in a random order, then again in another one, and so on.
+    """The element of this index: range(size) in a random order, then again in another one, and so on."""
+    turn, place = divmod(index, size)
+    return _order(seed, size, turn)[place]
 
-    Fisher and Yates's shuffle, of which only what has been moved is kept, as far as the index.
+
+class _Order:
+    """range(size) in a random order, by Fisher and Yates's shuffle.
+
+    Only what has been moved is kept, as far as it has been asked for: the next element is a step away.
     """
-    turn, index = divmod(index, size)
-    moved: dict[int, int] = {}
-    for place in range(index + 1):
-        u = unit_interval(seed, place, f"turn {turn} of a grid")
-        other = min(size - 1, place + int(u * (size - place)))
-        element, moved[other] = moved.get(other, other), moved.get(place, place)
-    return element
+
+    def __init__(self, seed: int, size: int, turn: int) -> None:
+        self._seed, self._size, self._turn = seed, size, turn
+        self._moved: dict[int, int] = {}
+        self._elements: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        while len(self._elements) <= index:
+            place, moved = len(self._elements), self._moved
+            u = unit_interval(self._seed, place, f"turn {self._turn} of a grid")
+            other = min(self._size - 1, place + int(u * (self._size - place)))
+            element, moved[other] = moved.get(other, other), moved.get(place, place)
+            self._elements.append(element)
+        return self._elements[index]
+
+
+_order = lru_cache(maxsize=2)(_Order)
+"""A driver is in one turn; the one before it, where an earlier trial is taken up."""
 
 
 def unit_interval(seed: int, draw: int, name: str) -> float:

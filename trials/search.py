@@ -32,6 +32,8 @@ class StudySearch(Searcher):
         """Open tasks by Tune's trial id."""
         self._heard: dict[str, tuple[float, int | None]] = {}
         """When an attempt last reported, or began, on the monotonic clock; its process's id, once known."""
+        self._asking_since: float | None = None
+        """On the monotonic clock, where the ledger is being asked for a task."""
         self._hung: set[str] = set()
         self._ended: set[str] = set()
 
@@ -39,13 +41,24 @@ class StudySearch(Searcher):
         """The next task, None to be asked again, or FINISHED, which Tune's own annotation forgets."""
         if self._ledger.is_full:  # it is asked many times a second: not the database, too
             return None
-        task = self._ledger.next_task()
+        task = self._next_task()
         if task is not None:
             self.tasks[trial_id] = task
             self._heard[trial_id] = time.monotonic(), None
             return {"task": task, **self._shared}
         # While a trial runs it may still come back; once none does, saying None would spin Tune for ever.
         return None if self.tasks else Searcher.FINISHED
+
+    def _next_task(self) -> Task | None:
+        """To choose one's values may take its time, in which no report is read: the workers' clocks stop."""
+        self._asking_since = began = time.monotonic()
+        try:
+            return self._ledger.next_task()
+        finally:
+            took = time.monotonic() - began
+            for trial_id, (at, pid) in list(self._heard.items()):
+                self._heard[trial_id] = at + took, pid
+            self._asking_since = None
 
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
@@ -71,12 +84,14 @@ class StudySearch(Searcher):
 
         False where one cannot be found, since it has never reported: only all of Ray can be ended then.
         """
+        asking_since = self._asking_since
+        now = time.monotonic() if asking_since is None else asking_since
         for trial_id, (at, pid) in list(self._heard.items()):
             task = self.tasks.get(trial_id)
             if task is None or trial_id in self._hung:
                 continue
             patience_s = task.hang_s if pid is not None else max(task.hang_s, LONG_START_S)
-            if time.monotonic() - max(at, self._ledger.waited_at) <= patience_s:
+            if now - max(at, self._ledger.waited_at) <= patience_s:
                 continue
             if pid is None:
                 return False

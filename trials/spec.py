@@ -10,7 +10,7 @@ Nothing is converted: JSON's true is no number, "3" is none, and 3.5 is no count
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -166,6 +166,10 @@ class Integer(Interval):
     low: Whole
     high: Whole
 
+    @property
+    def size(self) -> int:
+        return self.high - self.low + 1
+
 
 Range = Annotated[Choice | Uniform | LogUniform | Integer, Field(discriminator="type")]
 Point = dict[str, Scalar]
@@ -185,7 +189,7 @@ class RandomSampler(Wire):
 
 class QMCSampler(Wire):
     """Scrambled Sobol points, which fill the space more evenly than chance, best in 2, 4, 8, … draws. A value
-    is a function of (seed, draw, space)."""
+    is a function of (seed, space, how many draws before it are no client's points)."""
 
     name: Literal["qmc"]
     seed: Seed = 0
@@ -206,6 +210,10 @@ class TPESampler(Wire):
     startup_trials: StartupTrials = 10
     """Trials of an arm that end before it learns; until then draws are random, and the arms share them."""
     seed: Seed = 0
+
+
+MOST_INTEGERS_OF_GP = 100_000
+"""Values of a range, each of which Optuna's GP sampler looks at: a megabyte or two."""
 
 
 class GPSampler(Wire):
@@ -464,67 +472,6 @@ class SweepSpec(Wire):
             )
         return self
 
-    @model_validator(mode="after")
-    def _search_fits(self) -> Self:
-        """The sampler can search this space within the budget, and the pruner has something to prune."""
-        kind = self.sampler.name
-        if isinstance(self.sampler, GridSampler):
-            self._refuse(
-                Uniform | LogUniform,
-                "grid takes every combination of values, and a continuous range has no end of them: list "
-                "some as a choice, or let sampler qmc cover the range evenly",
-            )
-        if isinstance(self.sampler, CMAESSampler):
-            self._refuse(
-                Choice,
-                "cmaes moves along ranges, and a choice has no order: make it an integer or a uniform range, "
-                "fix it in the arms, or let tpe or gp sample",
-            )
-        if not self.arms_share_draws and not self.searched:
-            words = f"{kind} learns what to sample, and the arms leave nothing of the space open: take random"
-            raise _problem("nothing_to_sample", words, "/sampler/name")
-        if self.draws <= (begins := self._trials_before_learning):
-            words = (
-                f"{kind} learns from an arm's first {begins} trials, and {self.budget.trials} trials of "
-                f"{len(self.arms)} arms are no more than {self.draws} for each: raise budget.trials"
-            )
-            if isinstance(self.sampler, TPESampler | GPSampler):
-                words += ", or lower sampler.startup_trials"
-            raise _problem("nothing_to_learn", f"{words}, or take random or qmc", "/budget/trials")
-        self._check_pruner()
-        return self
-
-    def _refuse(self, kinds: Any, words: str) -> None:
-        """Raises PydanticCustomError where a parameter that is searched for is one of these."""
-        for name, choices in self.searched.items():
-            if isinstance(choices, kinds) and len(set(choices.extremes)) > 1:
-                raise _problem("not_for_this_sampler", words, f"/space/{_escaped(name)}")
-
-    def _check_pruner(self) -> None:
-        pruner, epochs = self.pruner, self.training.epochs
-        if isinstance(pruner, MedianPruner) and pruner.min_epochs >= epochs:
-            words = f"min_epochs {pruner.min_epochs} prunes nothing: training.epochs is {epochs}"
-            raise _problem("nothing_to_prune", words, "/pruner/min_epochs")
-        if isinstance(pruner, Hyperband) and len(pruner.first_rungs(epochs)) < 2:
-            words = (
-                f"hyperband with training.epochs {epochs} and pruner.min_epochs {pruner.min_epochs} has one "
-                f"bracket: train for {pruner.min_epochs * pruner.reduction_factor} epochs or more, or take "
-                "successive_halving, which that is"
-            )
-            raise _problem("one_bracket", words, "/pruner")
-
-    @property
-    def _trials_before_learning(self) -> int:
-        """Of an arm; 0 for samplers that learn nothing."""
-        if isinstance(self.sampler, CMAESSampler):
-            return max(map(cmaes_population, self.open_dimensions), default=0)
-        return self.sampler.startup_trials if isinstance(self.sampler, TPESampler | GPSampler) else 0
-
-    @property
-    def open_dimensions(self) -> list[int]:
-        """Of each arm that leaves any open, how many parameters are searched for."""
-        return [count for arm in self.arms if (count := sum(1 for _ in self.sampled(arm)))]
-
     @property
     def searched(self) -> dict[str, Range]:
         """The part of the space that any arm leaves open."""
@@ -640,6 +587,98 @@ class SweepRequest(SweepSpec):
     ] = Resources()  # type: ignore[assignment]
     """`auto` leaves it to the service: it chooses when the sweep comes, by what the machine has and what was
     measured, and the sweep says what it chose."""
+
+    @model_validator(mode="after")
+    def _search_fits(self) -> Self:
+        """The sampler can search this space within the budget, and the pruner has something to prune.
+
+        A stored sweep is not asked again: a rule may be younger than it, and a budget may be lowered later.
+        """
+        self._check_space()
+        self._check_budget()
+        self._check_pruner()
+        return self
+
+    def _check_space(self) -> None:
+        kind = self.sampler.name
+        if isinstance(self.sampler, GridSampler):
+            self._refuse(
+                lambda choices: isinstance(choices, Uniform | LogUniform),
+                "grid takes every combination of values, and a continuous range has no end of them: list "
+                "some as a choice, or let sampler qmc cover the range evenly",
+            )
+        if isinstance(self.sampler, CMAESSampler):
+            self._refuse(
+                lambda choices: isinstance(choices, Choice) and not has_one_value(choices),
+                "cmaes moves along ranges, and a choice has no order: make it an integer or a uniform range, "
+                "fix it in the arms, or let tpe or gp sample",
+            )
+        if isinstance(self.sampler, GPSampler):
+            self._refuse(
+                lambda choices: isinstance(choices, Integer) and choices.size > MOST_INTEGERS_OF_GP,
+                f"gp looks at every value of an integer range, and this one has more than "
+                f"{MOST_INTEGERS_OF_GP}: narrow it, list some as a choice, make it uniform or log_uniform "
+                "where the parameter takes fractions, or let tpe sample",
+            )
+        if not self.arms_share_draws and not self._axes:
+            words = (
+                f"{kind} learns what to sample, and the arms leave nothing of the space open that has two "
+                "values or more: take random"
+            )
+            raise _problem("nothing_to_sample", words, "/sampler/name")
+
+    def _refuse(self, does_not_fit: Callable[[Range], bool], words: str) -> None:
+        """Raises PydanticCustomError where that is so of a parameter that is searched for."""
+        for name, choices in self.searched.items():
+            if does_not_fit(choices):
+                raise _problem("not_for_this_sampler", words, f"/space/{_escaped(name)}")
+
+    def _check_budget(self) -> None:
+        if self.draws > (begins := self._trials_before_learning):
+            return
+        words = (
+            f"{self.sampler.name} learns from an arm's first {begins} trials, and {self.budget.trials} "
+            f"trials of {len(self.arms)} arms are no more than {self.draws} for each: raise budget.trials"
+        )
+        if isinstance(self.sampler, TPESampler | GPSampler):
+            words += ", or lower sampler.startup_trials"
+        raise _problem("nothing_to_learn", f"{words}, or take random or qmc", "/budget/trials")
+
+    def _check_pruner(self) -> None:
+        pruner, epochs = self.pruner, self.training.epochs
+        # Of one epoch: a try-out, in which whatever a preset prunes by does no harm.
+        if not isinstance(pruner, NoPruner) and pruner.min_epochs >= max(2, epochs):
+            words = (
+                f"{pruner.name} with min_epochs {pruner.min_epochs} prunes nothing: training.epochs is "
+                f"{epochs}, and no trial is pruned after its last; train for more, lower min_epochs, or take "
+                "pruner none"
+            )
+            raise _problem("nothing_to_prune", words, "/pruner/min_epochs")
+        if isinstance(pruner, Hyperband) and len(pruner.first_rungs(epochs)) < 2:
+            words = (
+                f"hyperband with training.epochs {epochs} and pruner.min_epochs {pruner.min_epochs} has one "
+                f"bracket: train for {pruner.min_epochs * pruner.reduction_factor} epochs or more, or take "
+                "successive_halving, which that is"
+            )
+            raise _problem("one_bracket", words, "/pruner")
+
+    @property
+    def _trials_before_learning(self) -> int:
+        """Of an arm; 0 for samplers that learn nothing."""
+        if isinstance(self.sampler, CMAESSampler):
+            return max(map(cmaes_population, self._axes))
+        return self.sampler.startup_trials if isinstance(self.sampler, TPESampler | GPSampler) else 0
+
+    @property
+    def _axes(self) -> list[int]:
+        """The dimensions in which each arm can be searched, of those that can."""
+        axes = (sum(not has_one_value(choices) for _, choices in self.sampled(arm)) for arm in self.arms)
+        return [count for count in axes if count]
+
+
+def has_one_value(choices: Range) -> bool:
+    """Whether nothing is to be searched there."""
+    return len(choices.extremes) == 1
 
 
 def cmaes_population(dimensions: int) -> int:
