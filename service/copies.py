@@ -103,9 +103,9 @@ def copy_database(source: Connection, url: str) -> None:
     with engine.begin() as target:
         for table in TABLES:
             target.execute(delete(table))  # Optuna's own version, which it wrote with the tables
-            rows = source.execute(select(table).execution_options(yield_per=ROWS_AT_ONCE)).mappings()
-            for some in rows.partitions():
-                target.execute(insert(table), [dict(row) for row in some])
+            with source.execute(select(table).execution_options(yield_per=ROWS_AT_ONCE)) as rows:
+                for some in rows.mappings().partitions():
+                    target.execute(insert(table), [dict(row) for row in some])
         _put_to_rest(target)
         if target.dialect.name == "postgresql":
             _count_on(target)

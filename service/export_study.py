@@ -53,9 +53,10 @@ def write_study(moment: Moment, path: Path) -> None:
         study = create_study(storage=storage, study_name=name, direction="minimize")
         with storage.engine.begin() as target:
             for query, table in _rows(sweep.study, study._study_id):
-                for rows in moment.connection.execute(query).mappings().partitions(ROWS_AT_ONCE):
-                    moment.go_on()
-                    target.execute(insert(table), [dict(row) for row in rows])
+                with moment.connection.execute(query) as found:
+                    for rows in found.mappings().partitions(ROWS_AT_ONCE):
+                        moment.go_on()
+                        target.execute(insert(table), [dict(row) for row in rows])
         study.set_user_attr("sweep_id", sweep.id)
         study.set_user_attr("exported_at", moment.at.isoformat())
         with warnings.catch_warnings(category=ExperimentalWarning, action="ignore"):
