@@ -16,6 +16,7 @@ from service.comparison_schemas import (
     TrialPairs,
 )
 from service.lifecycle import State
+from service.problems import to_pointer
 from service.schemas import Environment, EpochView, TrialDetail, TrialView
 from trials.spec import SweepSpec
 
@@ -71,7 +72,7 @@ def differences(a: Any, b: Any, pointer: str = "") -> Iterator[Difference]:
 
 def _of_members(a: Members, b: Members, keys: Sequence[Any], above: str) -> Iterator[Difference]:
     for key in keys:
-        pointer = f"{above}/{str(key).replace('~', '~0').replace('/', '~1')}"
+        pointer = above + to_pointer([key])
         if key in a and key in b:
             yield from differences(a[key], b[key], pointer)
         else:
@@ -104,7 +105,7 @@ def _difference(a: float | None, b: float | None) -> float | None:
 
 
 def _compared(side: Side) -> Compared:
-    trial = side.trial and TrialView(**{name: getattr(side.trial, name) for name in TrialView.model_fields})
+    trial = side.trial and side.trial.in_short
     return Compared(sweep_id=side.sweep_id, name=side.spec.name, state=side.state, trial=trial)
 
 
@@ -136,11 +137,7 @@ def _result(trials: Sequence[TrialView], arm: str) -> ArmResult:
     """As the sweep's report has it, which takes longer: it has intervals, too."""
     ended = [trial for trial in trials if trial.arm == arm and trial.counts]
     states = [trial.state for trial in ended]
-    best = sorted(
-        trial.best_valid_perplexity
-        for trial in ended
-        if trial.state != "FAIL" and trial.best_valid_perplexity is not None
-    )
+    best = sorted(trial.score for trial in ended if trial.score is not None)
     return ArmResult(
         n=len(ended),
         complete=states.count("COMPLETE"),

@@ -1,6 +1,5 @@
 """One file over HTTP: strong ETag, digest, single byte ranges, conditional requests (RFC 9110, RFC 9530)."""
 
-import asyncio
 import base64
 import logging
 import re
@@ -14,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from service.exports import Export
 from service.problems import ProblemDocument, plain_problem, problem_response
-from service.streams import ABORT
+from service.streams import drop
 from service.sweeps import OpenCheckpoint
 
 log = logging.getLogger(__name__)
@@ -84,12 +83,9 @@ class _FileStream(StreamingResponse):
             with move_on_after(PATIENCE_S):
                 await send(message)
                 return
-            abort = scope.get("extensions", {}).get(ABORT)
-            if abort is None:
+            if not await drop(scope):
                 raise TimeoutError("the client takes no more of the file")
             log.info("a client that takes no more of its file is dropped")
-            abort()
-            await asyncio.sleep(0)  # in which uvicorn is told
 
         try:
             await super().__call__(scope, receive, send_patiently)

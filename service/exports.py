@@ -22,12 +22,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from sqlalchemy import Connection, Row, bindparam, func, select
+from sqlalchemy import Connection, Row, bindparam, select
 
 from service.copies import snapshot
 from service.database import now
 from service.errors import BadParameter, DiskFull
-from service.records import SweepRecord, pinned_in, sweep_in
+from service.records import SweepRecord, latest_epochs_where, pinned_in, sweep_in
 from service.schemas import Environment, EpochView, SweepDetail, TrialDetail, TrialView, flat
 from service.sweeps import SweepController, find_little_room
 from service.tables import epochs
@@ -190,19 +190,10 @@ class Moment:
 
 
 # Built once: to build a statement takes longer than SQLite does to run it.
-_OF_SWEEP = epochs.c.sweep_id == bindparam("sweep_id")
-_EPOCHS = select(epochs).where(_OF_SWEEP).order_by(epochs.c.number, epochs.c.epoch)
-_NEWEST = (
-    select(epochs.c.number, func.max(epochs.c.epoch).label("epoch"))
-    .where(_OF_SWEEP, epochs.c.number.between(bindparam("first"), bindparam("last")))
-    .group_by(epochs.c.number)
-    .subquery()
+_EPOCHS = (
+    select(epochs).where(epochs.c.sweep_id == bindparam("sweep_id")).order_by(epochs.c.number, epochs.c.epoch)
 )
-_LATEST = (
-    select(epochs.c.number, epochs.c.epoch, epochs.c.valid_loss)
-    .join(_NEWEST, (epochs.c.number == _NEWEST.c.number) & (epochs.c.epoch == _NEWEST.c.epoch))
-    .where(_OF_SWEEP)
-)
+_LATEST = latest_epochs_where(epochs.c.number.between(bindparam("first"), bindparam("last")))
 
 Write = Callable[[Moment, BinaryIO], None]
 

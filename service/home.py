@@ -100,6 +100,7 @@ def _said_before(request: Request) -> Said | None:
 
 
 def written_row(sweep: SweepView, may_write: bool) -> Markup:
+    # mypy cannot know a template's macros
     row: Markup = environment().get_template("sweep.html").module.row(sweep, may_write)  # type: ignore[attr-defined]
     return row
 

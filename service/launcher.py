@@ -100,6 +100,11 @@ class Launcher(Protocol):
         """The driver's last words, for people; no NUL, which PostgreSQL would refuse."""
 
 
+def inherited_environment() -> dict[str, str]:
+    """What processes of the service take over from it."""
+    return {name: value for name, value in os.environ.items() if name not in CLIENTS_OWN}
+
+
 class LocalLauncher:
     """A driver is a process in a session of its own on this machine.
 
@@ -145,8 +150,13 @@ class LocalLauncher:
             "FRATERNAL_STORE_URL": self._settings.resolved_store_url,
             "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray would leave one in the user's home
         }
-        inherited = {name: value for name, value in os.environ.items() if name not in CLIENTS_OWN}
-        return {**inherited, **DRIVER_ENVIRONMENT, **settings, MARK: sweep_id, OWNER: self._owner}
+        return {
+            **inherited_environment(),
+            **DRIVER_ENVIRONMENT,
+            **settings,
+            MARK: sweep_id,
+            OWNER: self._owner,
+        }
 
     def is_alive(self, driver: dict[str, Any]) -> bool:
         if driver.get("host", socket.gethostname()) != socket.gethostname():

@@ -16,16 +16,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.interpolate import make_smoothing_spline
 
+from service.plots import COLOURS, PlainNumbers
 from service.report import LARGEST
 from service.report_schemas import ReportView
 from service.schemas import TrialView
 from trials.spec import Choice, LogUniform, SweepSpec
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Okabe and Ito's."""
 DASHES = ("-", "--", "-.", ":")
 """An arm is told by its line, too."""
 WIDTH, HEIGHT = 5.2, 3.2
@@ -39,7 +38,7 @@ MOST_THIN = 250
 """Trials that have a line of their own in a picture of all."""
 FEWEST_TO_SMOOTH = 8
 BINS = 40
-MOST_COLUMNS = 3
+NO_LINE = np.array([]), np.array([])
 STYLE: Any = {
     "font.size": 9.0,
     "axes.spines.top": False,
@@ -82,7 +81,8 @@ class Story:
     trials: Sequence[TrialView]
     epochs: Sequence[Epoch]
     """By trial and epoch, of the trials that are drawn."""
-
+    ran_s: float = 0.0
+    """Of the sweep."""
     every: int = 1
     """Of very many, every so-manieth draw is drawn, in all arms."""
 
@@ -229,47 +229,38 @@ def _draw_parameter(axes: Axes, story: Story, name: str) -> None:
             y = [trial.best_valid_perplexity or math.nan for trial in some]
             axes.scatter(x, y, s=9, marker=MARKS[state], color=colour, alpha=0.6, linewidth=0.8)
             if state == "COMPLETE":
-                _smooth(axes, x, y, colour, dashes, arm, is_choice=choices is not None, log=_is_log(space))
+                line_x, line_y = _smoothed(x, y, log=_is_log(space)) if choices is None else NO_LINE
+                axes.plot(line_x, line_y, color=colour, linestyle=dashes, linewidth=2, label=arm)
     _perplexity_axis(axes.yaxis, axes.set_yscale)
     axes.set_xlabel(name)
     if choices is not None:
         axes.set_xticks(range(len(choices)), [choice[:12] for choice in choices])
     elif _is_log(space):
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(_Few())
+        axes.xaxis.set_major_formatter(PlainNumbers())
         axes.xaxis.set_minor_formatter(FuncFormatter(lambda x, _: ""))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(4))
 
 
-def _smooth(
-    axes: Axes,
-    x: list[float],
-    y: list[float],
-    colour: str,
-    dashes: str,
-    arm: str,
-    *,
-    is_choice: bool,
-    log: bool,
-) -> None:
-    line: Any = {"color": colour, "linestyle": dashes, "linewidth": 2, "label": arm}
-    if is_choice or len(set(x)) < FEWEST_TO_SMOOTH:
-        axes.plot([], [], **line)  # for the legend
-        return
+def _smoothed(x: list[float], y: list[float], *, log: bool) -> tuple[np.ndarray, np.ndarray]:
+    """A line through the points; nothing where there are too few of them.
+
+    In bins: scipy's choice of how smooth it is breaks down where points lie close together.
+    """
+    if len(set(x)) < FEWEST_TO_SMOOTH:
+        return NO_LINE
     at = np.log(x) if log else np.asarray(x)
     low, high = float(at.min()), float(at.max())
-    # In bins: scipy's choice of how smooth it is breaks down where points lie close together.
     places, inverse = np.unique(np.round((at - low) / (high - low) * BINS) / BINS, return_inverse=True)
     if len(places) < FEWEST_TO_SMOOTH:
-        axes.plot([], [], **line)
-        return
+        return NO_LINE
     counts = np.bincount(inverse)
     means = np.bincount(inverse, weights=np.log(np.minimum(y, LARGEST))) / counts
     spline = make_smoothing_spline(places, means, w=counts.astype(float))
     shown = np.linspace(0, 1, 60)
     back = low + shown * (high - low)
-    axes.plot(np.exp(back) if log else back, np.exp(spline(shown)), **line)
+    return np.exp(back) if log else back, np.exp(spline(shown))
 
 
 def parallel_coordinates(story: Story) -> Picture | None:
@@ -452,13 +443,6 @@ def _rate(begun: np.ndarray, ended: np.ndarray, amounts: np.ndarray, edges: np.n
     return np.asarray(np.maximum(np.diff(done) / np.diff(edges), 0.0))
 
 
-class _Few(LogFormatter):
-    """0.06 where matplotlib has 6e-02."""
-
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        return f"{x:.4g}" if super().__call__(x, pos) else ""
-
-
 def _figure(height: float = HEIGHT) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.subplots()
@@ -510,8 +494,8 @@ def _robust(values: Sequence[float | None]) -> tuple[float, float]:
 
 def _perplexity_axis(axis: Any, set_scale: Callable[[str], Any]) -> None:
     set_scale("log")
-    axis.set_major_formatter(_Few())
-    axis.set_minor_formatter(_Few(minor_thresholds=(1.2, 0.5)))
+    axis.set_major_formatter(PlainNumbers())
+    axis.set_minor_formatter(PlainNumbers(minor_thresholds=(1.2, 0.5)))
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
@@ -521,11 +505,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 
 def _scored(story: Story) -> list[TrialView]:
-    return [
-        trial
-        for trial in story.drawn
-        if trial.state in {"COMPLETE", "PRUNED"} and trial.best_valid_perplexity is not None
-    ]
+    return [trial for trial in story.drawn if trial.score is not None]
 
 
 def _is_log(space: Any) -> bool:

@@ -90,7 +90,7 @@ def plot_dynamics(title: str, trials: Sequence[TrialDetail], out: Path) -> None:
     write_whole(out, drawing.getvalue())
 
 
-class _Plain(LogFormatter):
+class PlainNumbers(LogFormatter):
     """0.06 where matplotlib has 6e-02."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
@@ -103,8 +103,8 @@ def _draw(axes: Axes, panel: Panel, trials: Sequence[TrialDetail], colours: Mapp
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if panel.logarithmic:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(_Plain())
-        axes.yaxis.set_minor_formatter(_Plain(minor_thresholds=(1.0, 0.4)))
+        axes.yaxis.set_major_formatter(PlainNumbers())
+        axes.yaxis.set_minor_formatter(PlainNumbers(minor_thresholds=(1.0, 0.4)))
     best = {trial.arm: trial.number for trial in sorted(trials, key=attrgetter("rank"), reverse=True)}
     sides = [(panel.value, "-"), *([(panel.other, "--")] if panel.other is not None else [])]
     for value, style in sides:

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.sql import ColumnElement
+from sqlalchemy.sql import ColumnElement, Select
 
 from service.database import aware, naive, now
 from service.errors import (
@@ -697,17 +697,22 @@ _EPOCHS = (
     .where(epochs.c.sweep_id == bindparam("sweep_id"), _DRAW % bindparam("every") == 0)
     .order_by(epochs.c.number, epochs.c.epoch)
 )
-_NEWEST = (
-    select(epochs.c.number, func.max(epochs.c.epoch).label("epoch"))
-    .where(epochs.c.sweep_id == bindparam("sweep_id"))
-    .group_by(epochs.c.number)
-    .subquery()
-)
-_LATEST_EPOCHS = (
-    select(epochs.c.number, epochs.c.epoch, epochs.c.valid_loss)
-    .join(_NEWEST, (epochs.c.number == _NEWEST.c.number) & (epochs.c.epoch == _NEWEST.c.epoch))
-    .where(epochs.c.sweep_id == bindparam("sweep_id"))
-)
+
+
+def latest_epochs_where(*conditions: ColumnElement[bool]) -> Select[Any]:
+    """Of each trial of a sweep, `sweep_id`, that meets these conditions."""
+    of_sweep = epochs.c.sweep_id == bindparam("sweep_id")
+    newest = (
+        select(epochs.c.number, func.max(epochs.c.epoch).label("epoch"))
+        .where(of_sweep, *conditions)
+        .group_by(epochs.c.number)
+        .subquery()
+    )
+    latest = (epochs.c.number == newest.c.number) & (epochs.c.epoch == newest.c.epoch)
+    return select(epochs.c.number, epochs.c.epoch, epochs.c.valid_loss).join(newest, latest).where(of_sweep)
+
+
+_LATEST_EPOCHS = latest_epochs_where()
 _PINNED = select(trial_wishes.c.number).where(
     trial_wishes.c.sweep_id == bindparam("sweep_id"), trial_wishes.c.pinned
 )

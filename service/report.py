@@ -79,11 +79,7 @@ def build_report(
 
 def _usable(trials: Iterable[TrialView]) -> list[tuple[float, int]]:
     """The best perplexity of each trial that completed or was pruned, and its number; the lowest first."""
-    return sorted(
-        (min(trial.best_valid_perplexity, LARGEST), trial.number)
-        for trial in trials
-        if trial.state in {"COMPLETE", "PRUNED"} and trial.best_valid_perplexity is not None
-    )
+    return sorted((min(trial.score, LARGEST), trial.number) for trial in trials if trial.score is not None)
 
 
 def _perplexities(trials: Iterable[TrialView]) -> list[float]:
@@ -199,7 +195,7 @@ def _paired(first: Sequence[TrialView], second: Sequence[TrialView], alpha: floa
     worse than any that completed, and else an arm that diverges would be judged by what it left."""
     one, two = ({trial.draw: trial for trial in arm} for arm in (first, second))
     ended = sorted(one.keys() & two.keys())
-    both = [(one[draw], two[draw]) for draw in ended if not {one[draw].state, two[draw].state} & {"PRUNED"}]
+    both = [(one[draw], two[draw]) for draw in ended if "PRUNED" not in {one[draw].state, two[draw].state}]
     losses = [[_loss(trial) for trial in arm] for arm in zip(*both, strict=True)] or [[], []]
     pairs = compare_pairs(losses[0], losses[1], alpha, most)
     failed = sum("FAIL" in {a.state, b.state} for a, b in both)

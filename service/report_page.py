@@ -22,7 +22,7 @@ from service.progress import duration
 from service.records import Records
 from service.report import build_report
 from service.report_texts import MOST_COMPARISONS, counts_line, number, pairs_line, percents, title
-from service.schemas import SweepView, TrialView
+from service.schemas import ENDED, TrialView
 from service.settings import Settings
 from service.studies import open_storage
 from service.version import own_version
@@ -30,15 +30,16 @@ from service.views import SweepViews
 from trials.perplexity import finite_perplexity
 
 
-def write_page(story: Story, sweep: SweepView, pictures: Sequence[Picture]) -> str:
-    counts = sweep.trials
+def write_page(story: Story, pictures: Sequence[Picture]) -> str:
+    ended = sum(trial.state in ENDED for trial in story.trials)
+    epochs = sum(trial.epochs_done for trial in story.trials)
     return rendered(
         "report.html",
         title=title(story.report),
         style=Markup(style("report.css")),
         report=story.report,
-        counted=f"{counts.done} of {counts.budget} trials ended, {sweep.epochs_done:,} epochs",
-        ran=duration(sweep.ran_s) if sweep.ran_s else "",
+        counted=f"{ended} of {story.spec.budget.trials} trials ended, {epochs:,} epochs",
+        ran=duration(story.ran_s) if story.ran_s else "",
         colours={arm: look[0] for arm, look in story.looks.items()},
         best=_best_in(story),
         pictures=pictures,
@@ -62,7 +63,7 @@ def _best_in(story: Story) -> TrialView | None:
     return min(told, key=attrgetter("rank"), default=None)
 
 
-def read_story(records: Records, views: SweepViews, sweep_id: str) -> tuple[Story, SweepView]:
+def read_story(records: Records, views: SweepViews, sweep_id: str) -> Story:
     """Raises SweepNotFound, UnreadableSpec, UnreadableStudy."""
     record = records.get_sweep(sweep_id)
     trials = views.trials(record)
@@ -79,7 +80,7 @@ def read_story(records: Records, views: SweepViews, sweep_id: str) -> tuple[Stor
         )
         for row in records.epochs_of(sweep_id, len(record.spec.arms), every)
     ]
-    return Story(record.spec, report, trials, epochs, every), views.sweep(record)
+    return Story(record.spec, report, trials, epochs, record.running_s(), every)
 
 
 def main(sweep_id: str, settings: Settings) -> int:
@@ -87,11 +88,11 @@ def main(sweep_id: str, settings: Settings) -> int:
     url = settings.resolved_database_url
     views = SweepViews(records := Records(open_engine(url)), get_storage(open_storage(url)))
     try:
-        story, sweep = read_story(records, views, sweep_id)
+        story = read_story(records, views, sweep_id)
     except (SweepNotFound, UnreadableSpec, UnreadableStudy) as error:
         print(error, file=sys.stderr)
         return 1
-    sys.stdout.buffer.write(write_page(story, sweep, list(draw_all(story))).encode())
+    sys.stdout.buffer.write(write_page(story, list(draw_all(story))).encode())
     return 0
 
 

@@ -1,14 +1,13 @@
 """The reports of a service's sweeps, each made once for a sweep at rest; pages in a process of their own."""
 
 import logging
-import os
 import sys
 
 from anyio import fail_after, run_process
 
 from service.database import now
 from service.errors import ReportFailed
-from service.launcher import CLIENTS_OWN
+from service.launcher import inherited_environment
 from service.records import Stamp, SweepRecord
 from service.report_schemas import ReportView
 from service.settings import Settings
@@ -71,11 +70,11 @@ class Reports:
         return page if record.state in CHANGING else self._pages.keep(record.stamp, page)
 
     async def _draw(self, sweep_id: str) -> bytes:
-        inherited = {name: value for name, value in os.environ.items() if name not in CLIENTS_OWN}
+        environment = {**inherited_environment(), **self._environment}
         command = [sys.executable, "-P", "-m", "service.report_page", sweep_id]  # nothing of where we are
         try:
             with fail_after(PATIENCE_S):
-                drawn = await run_process(command, check=False, env={**inherited, **self._environment})
+                drawn = await run_process(command, check=False, env=environment)
         except TimeoutError as error:
             words = f"the page of sweep {sweep_id} was not drawn in {PATIENCE_S:.0f} s; its report as JSON or"
             raise ReportFailed(f"{words} Markdown has all but the pictures") from error

@@ -11,6 +11,7 @@ from service.lifecycle import State
 from trials.spec import MOST_TRIALS, FailureClass, Name, Point, SweepSpec, Text
 
 TrialState = Literal["RUNNING", "COMPLETE", "PRUNED", "FAIL", "WAITING"]
+ENDED = frozenset({"COMPLETE", "PRUNED", "FAIL"})
 
 
 class View(BaseModel):
@@ -99,6 +100,11 @@ class TrialView(View):
         return math.inf if self.best_valid_loss is None else self.best_valid_loss
 
     @property
+    def score(self) -> float | None:
+        """Its best validation perplexity, where that stands: none of a trial that failed, or runs still."""
+        return self.best_valid_perplexity if self.state in {"COMPLETE", "PRUNED"} else None
+
+    @property
     def had_its_chance(self) -> bool:
         """It was neither cancelled with its sweep nor lost with its workers."""
         return self.failure is None or self.failure.failure_class not in {"cancelled", "infrastructure"}
@@ -106,13 +112,17 @@ class TrialView(View):
     @property
     def counts(self) -> bool:
         """In what is said of its arm."""
-        return self.state in {"COMPLETE", "PRUNED", "FAIL"} and self.had_its_chance
+        return self.state in ENDED and self.had_its_chance
 
 
 class TrialDetail(TrialView):
     config: dict[str, Any]
     """Every value that the trial trains with."""
     curve: list[EpochView]
+
+    @property
+    def in_short(self) -> TrialView:
+        return TrialView(**{name: getattr(self, name) for name in TrialView.model_fields})
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

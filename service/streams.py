@@ -374,10 +374,17 @@ async def _finish(scope: Scope, send: Send) -> None:
     with move_on_after(1.0):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return
+    await drop(scope)
+
+
+async def drop(scope: Scope) -> bool:
+    """Drop a connection, whatever is still to be sent. False where what serves it cannot."""
     abort = scope.get("extensions", {}).get(ABORT)
-    if abort is not None:
-        abort()
-        await asyncio.sleep(0)  # in which uvicorn is told
+    if abort is None:
+        return False
+    abort()
+    await asyncio.sleep(0)  # in which uvicorn is told
+    return True
 
 
 async def _cancel_when_gone(receive: Receive, running: CancelScope) -> None:

@@ -263,7 +263,7 @@ class SweepController:
     def _wish(
         self, record: SweepRecord, trial: TrialDetail, kind: str, write: Write | None, **wishes: bool
     ) -> TrialView:
-        view = TrialView(**{name: getattr(trial, name) for name in TrialView.model_fields})
+        view = trial.in_short
         self.records.wish(record.id, trial.number, kind, _within(write, lambda _: view), **wishes)
         return view
 

@@ -1,14 +1,12 @@
 """The report's page as a person sees it: on any screen, by light and by dark, with nothing but itself."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from selenium import webdriver
 
 from service.pictures import draw_all
 from service.report_page import write_page
-from service.schemas import SweepView, TrialCounts
 from tests.browsers import (
     NEEDS_BROWSER,
     complaints,
@@ -55,14 +53,8 @@ def test_a_report_that_was_kept_can_be_read_by_everybody(
     browser: webdriver.Chrome, tmp_path: Path, width: int, scheme: str
 ) -> None:
     told = story(trials=96, epochs=30)
-    by_state: dict[str, int] = {"COMPLETE": 0, "PRUNED": 0}
-    for trial in told.trials:
-        by_state[trial.state] += 1
-    counted: Any = {"complete": by_state["COMPLETE"], "pruned": by_state["PRUNED"], "failed": 0}
-    counts = TrialCounts(budget=96, running=0, waiting=0, **counted)
-    sweep = SweepView.model_construct(trials=counts, epochs_done=len(told.epochs), ran_s=9360.0)
     page = tmp_path / "report.html"
-    page.write_text(write_page(told, sweep, list(draw_all(told))), encoding="utf-8")
+    page.write_text(write_page(told, list(draw_all(told))), encoding="utf-8")
     browser.get(page.as_uri())
     look_as(browser, width, scheme)
     assert_fit_to_be_read(browser, width)

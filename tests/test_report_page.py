@@ -21,7 +21,6 @@ from service.report_page import write_page
 from service.report_routes import FORMS
 from service.report_schemas import ReportView
 from service.reports import Reports
-from service.schemas import SweepView, TrialCounts
 from tests.played_service import HELD, played_service, submit, wait_for, wait_for_an_epoch
 from tests.stories import story
 
@@ -183,9 +182,7 @@ def test_the_best_trial_of_the_page_is_the_one_of_its_table() -> None:
     better = told.trials[3].model_copy(update={"number": 12, "state": "RUNNING", "best_valid_loss": 1.0})
     more = replace(told, trials=[*told.trials, better])
     best = min(told.trials, key=lambda trial: trial.rank)
-    counts = TrialCounts(budget=13, running=1, waiting=0, complete=12, pruned=0, failed=0)
-    sweep = SweepView.model_construct(trials=counts, epochs_done=1, ran_s=1.0)
-    assert f"Trial {best.number} of arm {best.arm}: " in Page(write_page(more, sweep, [])).words
+    assert f"Trial {best.number} of arm {best.arm}: " in Page(write_page(more, [])).words
 
 
 def test_a_page_that_is_not_drawn_in_time_is_given_up(
@@ -242,7 +239,5 @@ def test_the_form_is_the_one_that_is_wished_for_most(accept: str, form: str) -> 
 
 def test_a_page_of_a_large_sweep_stays_small() -> None:
     told = story(trials=400, epochs=100)
-    counts = TrialCounts(budget=400, running=0, waiting=0, complete=400, pruned=0, failed=0)
-    sweep = SweepView.model_construct(trials=counts, epochs_done=len(told.epochs), ran_s=5000.0)
-    page = write_page(told, sweep, list(draw_all(told)))
+    page = write_page(told, list(draw_all(told)))
     assert len(page) < 2_500_000

@@ -6,7 +6,7 @@ Optuna's own way reads every intermediate value too, one object a row, and keeps
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -93,6 +93,15 @@ class Remembered(Generic[K, V]):
         return value
 
 
+@contextmanager
+def _damage_told() -> Iterator[None]:
+    """Raises DamagedRows in place of what comes of rows that Optuna would not have written."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError) as error:
+        raise DamagedRows(f"{type(error).__name__}: {error}") from error
+
+
 def read_pages(
     connection: Connection, study_name: str, size: int
 ) -> Iterator[list[tuple[TrialRow, dict[str, Any]]]]:
@@ -100,7 +109,7 @@ def read_pages(
 
     Nothing is remembered. Raises DamagedRows.
     """
-    try:
+    with _damage_told():
         study_id = connection.execute(_BY_NAME, {"study_name": study_name}).scalar_one_or_none()
         query = _TRIALS.execution_options(yield_per=size)
         with connection.execute(query, {"study_id": study_id}) as trials:
@@ -110,8 +119,6 @@ def read_pages(
                 params = _by_trial(connection, _PARAMS, named)
                 rows = [_row(row, attributes, params) for row in found]
                 yield [(row, dict(row.user_attrs.pop(CONFIG, {}))) for row in rows]
-    except (ValueError, LookupError, TypeError) as error:
-        raise DamagedRows(f"{type(error).__name__}: {error}") from error
 
 
 def read_study_attributes(connection: Connection, study_name: str) -> dict[str, Any]:
@@ -120,10 +127,8 @@ def read_study_attributes(connection: Connection, study_name: str) -> dict[str, 
     Raises DamagedRows.
     """
     found = connection.execute(_STUDY_ATTRIBUTES, {"study_name": study_name}).all()
-    try:
+    with _damage_told():
         return {key: from_json(written) for key, written in found}
-    except (ValueError, TypeError) as error:
-        raise DamagedRows(f"{type(error).__name__}: {error}") from error
 
 
 class TrialReader:
@@ -138,19 +143,15 @@ class TrialReader:
 
     def read(self, study_name: str) -> StudyRows:
         """Raises DamagedRows."""
-        try:
+        with _damage_told():
             return self._read(study_name)
-        except (ValueError, LookupError, TypeError) as error:
-            raise DamagedRows(f"{type(error).__name__}: {error}") from error
 
     def find(self, study_name: str, number: int) -> tuple[TrialRow, dict[str, Any]] | None:
         """One trial, whatever others there are, and every value that it trains with, as far as that is
         written yet. None where it has not begun. Raises DamagedRows.
         """
-        try:
+        with _damage_told():
             return self._find(study_name, number)
-        except (ValueError, LookupError, TypeError) as error:
-            raise DamagedRows(f"{type(error).__name__}: {error}") from error
 
     def _find(self, study_name: str, number: int) -> tuple[TrialRow, dict[str, Any]] | None:
         if self._engine is None:
