@@ -526,14 +526,20 @@ def test_state_is_saved_at_once_when_a_pause_is_asked_for(
     assert best_bytes(store) == undisturbed[1]
 
 
-def test_attempt_that_saves_nothing_says_that_it_lives(
+def test_sign_of_life_comes_with_its_state_saved(
     task: Task, store: CheckpointStore, tmp_path: Path, slow: None
 ) -> None:
-    patient = replace(task, checkpoint_every_s=1e6, hang_s=0.01)
-    first, *said = itertools.islice(run_attempt(patient, store, tmp_path), 5)
-    assert first == ALIVE
-    assert ALIVE in said
-    assert store.find_last("s1", 0) is None
+    patient = replace(task, checkpoint_every_s=1e6, hang_s=0.02)
+    running = run_attempt(patient, store, tmp_path)
+    assert next(running) == ALIVE
+    assert store.find_last("s1", 0) is None  # nothing is trained yet
+    windows = []
+    for _ in range(2):
+        assert next(running) == ALIVE
+        files = store.find_last("s1", 0)
+        assert files is not None
+        windows.append(unpack_state(files, "last.tar")[1]["under_way"]["windows"])
+    assert 0 < windows[0] < windows[1]
 
 
 @pytest.fixture

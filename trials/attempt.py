@@ -153,7 +153,8 @@ def _train(
         if result is None and looking.is_due:
             with looking.doing(), suppress(Exception):  # the store is away: another look may find it back
                 wanted = pause_is_asked()
-        if result is not None or wanted or saving.is_due:
+        # What the sweep hears while it pauses is this attempt's last word: also a sign of life.
+        if result is not None or wanted or saving.is_due or living.is_due:
             with saving.doing():
                 store.save_last(task.sweep_id, task.number, pack_state(*training.state()))
         if result is not None:
