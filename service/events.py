@@ -12,6 +12,7 @@ from service.database import aware
 from service.lifecycle import State
 from service.schemas import View
 from trials.spec import FailureClass
+from trials.verification import Outcome
 
 MoveKind = Literal[
     "pause_requested",
@@ -43,6 +44,7 @@ EventKind = Literal[
     "trial_paused",
     "trial_lost",
     "trial_finished",
+    "checkpoint_checked",
 ]
 KINDS: tuple[EventKind, ...] = get_args(EventKind)
 
@@ -128,6 +130,19 @@ class TrialEnd(View):
     failure_message: str | None = None
 
 
+class CheckpointCheck(View):
+    """The best checkpoint so far of the trials that have ended was evaluated again by a fresh process."""
+
+    number: int
+    outcome: Outcome
+    """`differs` and `damaged` ones are never called best."""
+    epoch: int | None
+    valid_loss: float | None
+    """Nats per token, evaluated again."""
+    message: str | None
+    """Why it is not verified."""
+
+
 class EventBase(View):
     id: int
     """Grows within a sweep; other sweeps have ids in between."""
@@ -192,6 +207,11 @@ class TrialFinished(EventBase):
     detail: TrialEnd
 
 
+class CheckpointChecked(EventBase):
+    kind: Literal["checkpoint_checked"]
+    detail: CheckpointCheck
+
+
 class OtherEvent(EventBase):
     """Of a kind that a client of this version does not know."""
 
@@ -210,7 +230,8 @@ KnownEvent = Annotated[
     | EpochFinished
     | TrialPaused
     | TrialLost
-    | TrialFinished,
+    | TrialFinished
+    | CheckpointChecked,
     Field(discriminator="kind"),
 ]
 AnyEvent = Annotated[KnownEvent | OtherEvent, Field(union_mode="left_to_right")]

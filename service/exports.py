@@ -27,7 +27,7 @@ from sqlalchemy import Connection, Row, bindparam, select
 from service.copies import snapshot
 from service.database import now
 from service.errors import BadParameter, DiskFull
-from service.records import SweepRecord, latest_epochs_where, pinned_in, sweep_in
+from service.records import SweepRecord, latest_epochs_where, pinned_in, sweep_in, verifications_in
 from service.schemas import Environment, EpochView, SweepDetail, TrialDetail, TrialView, flat
 from service.sweeps import SweepController, find_little_room
 from service.tables import epochs
@@ -133,6 +133,7 @@ class Moment:
         self.at: datetime = now()
         self.record: SweepRecord = sweep_in(connection, sweep_id)
         self._pinned = pinned_in(connection, sweep_id)
+        self._verified = verifications_in(connection, sweep_id)
 
     def trials(self) -> Iterator[tuple[TrialView, dict[str, Any]]]:
         """Each with every value that it trains with, by number."""
@@ -144,8 +145,8 @@ class Moment:
                 self.go_on()
                 latest = self._latest(page[0][0].number, page[-1][0].number)
                 for row, config in page:
-                    pinned = row.number in self._pinned
-                    yield trial_view(self.record, spec, row, latest.get(row.number), pinned), config
+                    pinned, verified = row.number in self._pinned, self._verified.get(row.number)
+                    yield trial_view(self.record, spec, row, latest.get(row.number), pinned, verified), config
 
     def _latest(self, first: int, last: int) -> dict[int, dict[str, Any]]:
         asked = {"sweep_id": self.record.id, "first": first, "last": last}

@@ -23,7 +23,7 @@ from service.errors import CommandFailed
 from service.progress import ProgressDisplay, of_training
 from service.texts import load, parse_corpus_spec, parse_strictly
 from trials.attempt import best_checkpoint, is_out_of_memory, require_finite
-from trials.checkpoints import BestCheckpoint, read_best, write_best
+from trials.checkpoints import BestCheckpoint, read_best, rebuilt, write_best
 from trials.corpora import EOS, INT32_MAX, SPLITS, UNK, Corpus, CorpusSpec, Split
 from trials.evaluation import evaluate as loss_of
 from trials.evaluation import evaluate_mc
@@ -37,8 +37,6 @@ from trials.training import Diverged, Training
 
 SECONDS_TO_INTERRUPT = 1.0
 """A Ctrl-C that Python has dropped is acted on after about so long."""
-
-NO_FIT = "the checkpoint's weights and its config.json do not fit together"
 
 TOLERANCE = 1e-5
 """How far, relatively, a loss may lie from the recorded one: what another machine's rounding explains."""
@@ -196,19 +194,10 @@ def check_recorded_loss(result: Evaluation) -> str:
 
 def rebuild(checkpoint: BestCheckpoint) -> AWDLSTM:
     """The model that a checkpoint holds. Raises CommandFailed where its parts do not fit together."""
-    config = AWDLSTMConfig(**checkpoint.config["model"])
-    said = config.parameter_count(len(checkpoint.vocabulary))
-    held = sum(tensor.numel() for tensor in checkpoint.tensors.values())
-    if said != held:  # before memory is taken for whatever it says
-        raise CommandFailed(f"{NO_FIT}: it holds {held:,} numbers for a model of {said:,}")
-    if not all(tensor.isfinite().all() for tensor in checkpoint.tensors.values()):
-        raise CommandFailed("the checkpoint's weights are not all finite numbers: train the model again")
-    model = AWDLSTM(config, len(checkpoint.vocabulary), torch.Generator())
     try:
-        model.load_state_dict(checkpoint.tensors)
-    except RuntimeError as error:
-        raise CommandFailed(f"{NO_FIT}: {' '.join(str(error).split())}") from error
-    return model
+        return rebuilt(checkpoint)
+    except CorruptCheckpoint as error:
+        raise CommandFailed(str(error)) from error
 
 
 def train_and_save(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -48,10 +48,11 @@ from service.lifecycle import (
 )
 from service.listing import ORDERS, marks_of_sweeps, page_of_sweeps
 from service.pages import SweepQuery
-from service.tables import epochs, events, leases, points, sweeps, totals, trial_wishes
+from service.tables import epochs, events, leases, points, sweeps, totals, trial_wishes, verifications
 from trials.ledger import Fenced, JournalAway, Orders, untold
 from trials.perplexity import finite_perplexity
 from trials.spec import Budget, SweepSpec
+from trials.verification import Outcome, Verification
 
 LEASE = timedelta(seconds=20)
 """How long a driver may be silent before another one is started."""
@@ -460,6 +461,11 @@ class Records:
         with self.engine.connect() as connection:
             return pinned_in(connection, sweep_id)
 
+    def verifications(self, sweep_id: str) -> dict[int, RowMapping]:
+        """Of best checkpoints, by trial number."""
+        with self.engine.connect() as connection:
+            return verifications_in(connection, sweep_id)
+
     def wish(
         self, sweep_id: str, number: int, kind: str, within: Within | None = None, **wishes: bool
     ) -> SweepRecord:
@@ -597,6 +603,23 @@ class SweepJournal:
             if row["state"] == "running":
                 _move(connection, row, "pause", {"state_reason": _storable(reason)})
 
+    def verifications(self) -> dict[int, tuple[Outcome, str | None]]:
+        with self._reaching() as connection:
+            found = verifications_in(connection, self._sweep_id)
+        return {number: (row["outcome"], row["recorded_sha256"]) for number, row in found.items()}
+
+    def record_verification(self, number: int, verification: Verification) -> None:
+        words = verification.message and _storable(verification.message)
+        key = {"sweep_id": self._sweep_id, "number": number}
+        values = {**asdict(verification), "message": words, "verified_at": naive(now())}
+        same = (verifications.c.sweep_id == self._sweep_id) & (verifications.c.number == number)
+        with self._reaching() as connection:
+            self._renew(connection)
+            connection.execute(delete(verifications).where(same))
+            connection.execute(insert(verifications).values({**values, **key}))
+            told = {name: values[name] for name in ("outcome", "epoch", "valid_loss", "message")}
+            write_event(connection, self._sweep_id, "checkpoint_checked", {"number": number, **told})
+
     def _renew(self, connection: Connection) -> Orders:
         return _renew(connection, self._sweep_id, self._generation)
 
@@ -716,11 +739,17 @@ _LATEST_EPOCHS = latest_epochs_where()
 _PINNED = select(trial_wishes.c.number).where(
     trial_wishes.c.sweep_id == bindparam("sweep_id"), trial_wishes.c.pinned
 )
+_VERIFICATIONS = select(verifications).where(verifications.c.sweep_id == bindparam("sweep_id"))
 
 
 def sweep_in(connection: Connection, sweep_id: str) -> SweepRecord:
     """Raises SweepNotFound."""
     return _record(_row(connection, sweep_id))
+
+
+def verifications_in(connection: Connection, sweep_id: str) -> dict[int, RowMapping]:
+    rows = connection.execute(_VERIFICATIONS, {"sweep_id": sweep_id}).mappings()
+    return {row["number"]: row for row in rows}
 
 
 def pinned_in(connection: Connection, sweep_id: str) -> set[int]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from service.lifecycle import State
 from trials.spec import MOST_TRIALS, FailureClass, Name, Point, SweepSpec, Text
+from trials.verification import Outcome
 
 TrialState = Literal["RUNNING", "COMPLETE", "PRUNED", "FAIL", "WAITING"]
 ENDED = frozenset({"COMPLETE", "PRUNED", "FAIL"})
@@ -64,6 +65,30 @@ class EpochView(View):
     is_best: bool
 
 
+class VerificationView(View):
+    """A trial's best checkpoint, evaluated again on the validation split by a process started for that."""
+
+    outcome: Outcome
+    """`verified`: it comes to the recorded loss. `differs`: it does not, and is never called best. `damaged`:
+    the file is gone, or not what was written, and neither. `impossible`: it could not be evaluated."""
+    epoch: int | None
+    checkpoint_sha256: str | None
+    """Of the file that was read."""
+    recorded_valid_loss: float | None
+    """Nats per token, by the checkpoint's own metrics."""
+    valid_loss: float | None
+    """The same, evaluated again."""
+    tolerance: float | None
+    """How far they may lie apart: 1e-6 on a device of the name that it was trained on."""
+    device: str | None
+    runtime: str | None
+    seconds: float
+    """That it took, the start of its process included."""
+    verified_at: datetime
+    message: str | None
+    """Why it is not verified."""
+
+
 class TrialView(View):
     number: int
     """0-based within the sweep; its identity in the study, the store and here."""
@@ -88,6 +113,9 @@ class TrialView(View):
     """Of the latest epoch."""
     failure: Failure | None
     checkpoint_sha256: str | None
+    verification: VerificationView | None = None
+    """Of its best checkpoint. The best trial is verified before its sweep ends, and once in a while before
+    that; null: this one has not been."""
     device: str | None
     runtime: str | None
     """What its process was: torch, threads, the allocator and its settings."""

@@ -119,6 +119,25 @@ trial_wishes = Table(
     Column("stopping", Boolean, nullable=False),
 )
 
+verifications = Table(
+    "fraternal_verifications",  # of best checkpoints, evaluated again
+    metadata,
+    Column("sweep_id", ForeignKey("fraternal_sweeps.id", ondelete="CASCADE"), primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("outcome", String(16), nullable=False),
+    Column("recorded_sha256", String(64)),  # of the checkpoint on record then: says of which record this is
+    Column("checkpoint_sha256", String(64)),
+    Column("epoch", Integer),
+    Column("recorded_valid_loss", Float),
+    Column("valid_loss", Float),
+    Column("tolerance", Float),
+    Column("device", Text),
+    Column("runtime", Text),
+    Column("seconds", Float, nullable=False),
+    Column("message", Text),
+    Column("verified_at", DateTime, nullable=False),
+)
+
 answers = Table(
     "fraternal_answers",  # to requests with an Idempotency-Key
     metadata,

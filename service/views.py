@@ -23,15 +23,15 @@ from service.schemas import (
     TrialCounts,
     TrialDetail,
     TrialView,
+    VerificationView,
 )
 from service.version import own_version
 from trials.perplexity import finite_perplexity
 from trials.rows import Remembered, StudyRows, TrialReader, TrialRow, read_study_attributes
 from trials.spec import SweepSpec
-from trials.studies import DamagedRows
+from trials.studies import ENDED_FROM_OUTSIDE, DamagedRows
+from trials.verification import REFUSED
 
-ENDED_FROM_OUTSIDE = {"cancelled", "infrastructure", "timeout"}
-"""Classes of failure that say nothing against what the trial had reached."""
 CHANGING = MOVING - {"queued"}
 """Of any other state, a sweep looks the same until its stamp is another one."""
 MOST_SWEEPS = 1024
@@ -173,9 +173,17 @@ class SweepViews:
         spec = find_spec(record)
         latest = self._records.latest_epochs(record.id)
         pinned = self._records.pinned(record.id)
+        verified = self._records.verifications(record.id)
         with reading(record):
             return [
-                trial_view(record, spec, row, latest.get(row.number), row.number in pinned)
+                trial_view(
+                    record,
+                    spec,
+                    row,
+                    latest.get(row.number),
+                    row.number in pinned,
+                    verified.get(row.number),
+                )
                 for row in rows.trials
             ]
 
@@ -195,8 +203,10 @@ class SweepViews:
         row, config = found
         curve = self._records.curve(record.id, number)
         pinned = number in self._records.pinned(record.id)
+        verified = self._records.verifications(record.id).get(number)
         with reading(record):
-            view = trial_view(record, find_spec(record), row, curve[-1] if curve else None, pinned)
+            latest = curve[-1] if curve else None
+            view = trial_view(record, find_spec(record), row, latest, pinned, verified)
             return TrialDetail(**dict(view), config=config, curve=[epoch_view(epoch) for epoch in curve])
 
     def environment(self, record: SweepRecord, trials: Sequence[TrialView]) -> Environment:
@@ -245,12 +255,16 @@ def point_view(row: RowMapping) -> PointView:
 
 
 def best_of(trials: Sequence[TrialView]) -> TrialView | None:
-    """The one with the lowest validation loss, whatever ended it but itself; of equals, the first."""
+    """The one with the lowest validation loss, whatever ended it but itself; of equals, the first.
+
+    Never one whose checkpoint, evaluated again, did not come to that loss.
+    """
     usable = [
         trial
         for trial in trials
         if trial.best_valid_loss is not None
         and (trial.failure is None or trial.failure.failure_class in ENDED_FROM_OUTSIDE)
+        and (trial.verification is None or trial.verification.outcome not in REFUSED)
     ]
     return min(usable, key=lambda trial: (trial.rank, trial.number), default=None)
 
@@ -275,8 +289,11 @@ def trial_view(
     row: TrialRow,
     latest: RowMapping | dict[str, Any] | None,
     pinned: bool,
+    verified: RowMapping | None,
 ) -> TrialView:
     attributes = row.user_attrs
+    if verified is not None and verified["recorded_sha256"] != attributes.get("checkpoint_sha256"):
+        verified = None  # it has gone on since
     at_rest = row.state == TrialState.RUNNING and record.state not in WITH_DRIVER
     return TrialView(
         number=row.number,
@@ -295,11 +312,17 @@ def trial_view(
         valid_perplexity=finite_perplexity(latest["valid_loss"] if latest else None),
         failure=_failure(row),
         checkpoint_sha256=attributes.get("checkpoint_sha256"),
+        verification=None if verified is None else _verification(verified),
         device=attributes.get("device"),
         runtime=attributes.get("runtime"),
         started_at=aware(row.datetime_start),
         finished_at=aware(row.datetime_complete),
     )
+
+
+def _verification(row: RowMapping) -> VerificationView:
+    values = {name: row[name] for name in VerificationView.model_fields if name in row}
+    return VerificationView(**{**values, "verified_at": utc(row["verified_at"])})
 
 
 def _failure(row: TrialRow) -> Failure | None:

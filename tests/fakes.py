@@ -13,6 +13,7 @@ from trials.ledger import Fenced, Orders, StudyLedger
 from trials.spec import Budget, SweepSpec
 from trials.store import CheckpointStore
 from trials.tasks import Failure, Report, Task
+from trials.verification import Outcome, Verification
 
 SWEEP = "s0123456789"
 
@@ -105,6 +106,7 @@ class MemoryJournal:
         self.points: list[dict[str, Any]] = []
         """That no draw has yet."""
         self.points_of_draws: dict[int, dict[str, Any]] = {}
+        self.verified: dict[int, Verification] = {}
 
     def beat(self) -> Orders:
         if self.fenced:
@@ -138,6 +140,14 @@ class MemoryJournal:
         of_kind = [told for of, told in self.events if of == kind]
         if None in once.values() or not any(once.items() <= told.items() for told in of_kind):
             self.events.append((kind, detail))
+
+    def verifications(self) -> Mapping[int, tuple[Outcome, str | None]]:
+        return {number: (of.outcome, of.recorded_sha256) for number, of in self.verified.items()}
+
+    def record_verification(self, number: int, verification: Verification) -> None:
+        self.beat()
+        self.before_write()
+        self.verified[number] = verification
 
     def ends_told(self) -> set[tuple[int, int | None]]:
         return {(told["number"], told["attempt"]) for of, told in self.events if of == "trial_finished"}

@@ -120,7 +120,7 @@ def _train(
     shared: Path | None,
     pause_is_asked: Callable[[], bool],
 ) -> Iterator[Report]:
-    corpus = _load_corpus(task.corpus, data_dir, text_digests(task.corpus), shared)
+    corpus = load_text(task.corpus, data_dir, shared)
     if task.corpus_sha256 not in (None, corpus.sha256):
         raise CorpusError(
             "the text has changed since this sweep began, and its trials would not compare: "
@@ -209,8 +209,8 @@ def _report(
         best_epoch=best.epoch,
         best_valid_loss=best.valid_loss,
         checkpoint_sha256=_best_sha256(store, task) if best.epoch == result.epoch else None,
-        device=_named(task.device),
-        runtime=_runtime(),
+        device=describe_device(task.device),
+        runtime=describe_runtime(),
         corpus_sha256={str(split): digest for split, digest in corpus.sha256.items()},
     )
 
@@ -223,7 +223,7 @@ def _best_sha256(store: CheckpointStore, task: Task) -> str | None:
         return None
 
 
-def _named(device: str) -> str:
+def describe_device(device: str) -> str:
     """With the model of the card or the processor, which the last digits of a table depend on."""
     if device.startswith("cuda"):
         return f"{device}: {torch.cuda.get_device_name(device)}"
@@ -231,7 +231,7 @@ def _named(device: str) -> str:
     return f"{device}: {name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def _runtime() -> str:
+def describe_runtime() -> str:
     """What else speed depends on: torch, its threads, and the allocator with its settings."""
     tuned = [
         f"{name}={value}"
@@ -255,6 +255,11 @@ ALIVE = Report(epoch=None)
 
 def _failed(failure_class: FailureClass, message: str) -> Report:
     return Report(epoch=None, finished=True, failure=Failure(failure_class, message))
+
+
+def load_text(corpus: CorpusSpec, data_dir: Path, shared: Path | None) -> Corpus:
+    """As a trial reads it: once for a process, and encoded once for a machine. Raises CorpusError."""
+    return _load_corpus(corpus, data_dir, text_digests(corpus), shared)
 
 
 @lru_cache(maxsize=2)

@@ -11,10 +11,15 @@ from typing import Any, BinaryIO
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
+from models.awd_lstm import AWDLSTM
+from models.config import AWDLSTMConfig
 from trials.corpora import Vocabulary
 from trials.store import CorruptCheckpoint, pack, unpack, write_whole
+
+NO_FIT = "the checkpoint's weights and its config.json do not fit together"
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,26 @@ def read_best(file: Path | BinaryIO) -> BestCheckpoint:
         raise CorruptCheckpoint(f"{where} is no `best` checkpoint: it holds no {error.args[0]}") from error
     except (ValueError, safetensors.SafetensorError) as error:
         raise CorruptCheckpoint(f"{where} cannot be read: {error}") from error
+
+
+def rebuilt(checkpoint: BestCheckpoint) -> AWDLSTM:
+    """The model that a checkpoint holds. Raises CorruptCheckpoint where its parts do not fit together."""
+    try:
+        config = AWDLSTMConfig(**checkpoint.config["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"its config.json describes no model: {error}") from error
+    said = config.parameter_count(len(checkpoint.vocabulary))
+    held = sum(tensor.numel() for tensor in checkpoint.tensors.values())
+    if said != held:  # before memory is taken for whatever it says
+        raise CorruptCheckpoint(f"{NO_FIT}: it holds {held:,} numbers for a model of {said:,}")
+    if not all(tensor.isfinite().all() for tensor in checkpoint.tensors.values()):
+        raise CorruptCheckpoint("the checkpoint's weights are not all finite numbers: train the model again")
+    model = AWDLSTM(config, len(checkpoint.vocabulary), torch.Generator())
+    try:
+        model.load_state_dict(checkpoint.tensors)
+    except RuntimeError as error:
+        raise CorruptCheckpoint(f"{NO_FIT}: {' '.join(str(error).split())}") from error
+    return model
 
 
 def write_best(path: Path, checkpoint: BestCheckpoint) -> None:

@@ -28,6 +28,7 @@ from trials.search import LedgerScheduler, NoProgress, StudySearch
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.trainable import LanguageModelTrial
+from trials.verification import InFreshProcess, Verifier
 
 log = logging.getLogger(__name__)
 
@@ -53,30 +54,34 @@ def drive(
     UnsupportedPrecision, where the GPUs are not what the sweep asks for.
     """
     name = f"{os.getpid()}-{secrets.token_hex(4)}"
+    corpora = scratch / "corpora"
     shared = {
         "store_url": store_url,
         "data_dir": str(data_dir),
         "cpus": spec.resources.cpus,
-        "scratch": str(scratch / "corpora"),
+        "scratch": str(corpora),
         "driver": name,
     }
     search = StudySearch(ledger, shared)
     pause = PauseSwitch(CheckpointStore(store_url), ledger.sweep_id, name)
-    watch = _Watch(ledger, journal, search, pause, end)
-    if not ledger.exhausted:
-        watch.start()
-        try:
+    verifier = Verifier(ledger, InFreshProcess(store_url, data_dir, corpora))
+    watch = _Watch(ledger, journal, search, pause, verifier, end)
+    watch.start()
+    try:
+        if not ledger.exhausted:
             if spec.resources.gpus:
                 require_gpu(spec)
             start_ray(scratch)
             watch.ray_is_up.set()
+            verifier.start()
             _run(ledger, search, spec.resources, scratch)
-        finally:
-            watch.done.set()  # from here on Ray may go
-        watch.join()
+        watch.leave_ray_alone()
+        if ledger.limit is not None:
+            ledger.end_open_trials()
+        verifier.settle()
+    finally:
+        watch.end()
     pause.set_to(False)
-    if ledger.limit is not None:
-        ledger.end_open_trials()
     end()
     ray.shutdown()
 
@@ -174,16 +179,33 @@ class _Watch(threading.Thread):
         journal: Journal,
         search: StudySearch,
         pause: PauseSwitch,
-        end: Callable[[], None],
+        verifier: Verifier,
+        write_down: Callable[[], None],
     ) -> None:
         super().__init__(name="watch", daemon=True)
         self._ledger, self._journal, self._search = ledger, journal, search
-        self._pause, self._end = pause, end
-        self.ray_is_up, self.done = threading.Event(), threading.Event()
+        self._pause, self._verifier, self._write_down = pause, verifier, write_down
+        self.ray_is_up = threading.Event()
+        self._done, self._ray_may_go = threading.Event(), threading.Event()
+        self._deciding = threading.Lock()
+        self._last_words: threading.Thread | None = None
+        """Begun where a limit ends the sweep: what is still done before the process ends."""
+
+    def leave_ray_alone(self) -> None:
+        """Tune is done with it: from now on limits are for who has called this."""
+        with self._deciding:
+            self._ray_may_go.set()
+
+    def end(self) -> None:
+        """Wait for its last round; where it is ending the process, wait for that."""
+        self.leave_ray_alone()
+        if self._last_words is None:
+            self._done.set()
+        self.join()
 
     def run(self) -> None:
-        while not self.done.wait(BEAT_S):
-            if _ray_has_died(self.ray_is_up.is_set()) and not self.done.is_set():
+        while not self._done.wait(BEAT_S):
+            if _ray_has_died(self.ray_is_up.is_set()) and not self._ray_may_go.is_set():
                 leave(EXIT_RAY_DIED)
             try:
                 self._look()
@@ -193,12 +215,23 @@ class _Watch(threading.Thread):
                 log.exception("the watch could not do its round")
                 self._ledger.waited_at = time.monotonic()
 
+    def _come_to_an_end(self) -> None:
+        if self._ledger.end_open_trials():
+            self._last_words = threading.Thread(target=self._verifier.settle, name="verifier", daemon=True)
+            self._last_words.start()
+
     def _look(self) -> None:
         orders = self._journal.beat()
         self._ledger.heed(orders)
-        if self._ledger.limit is not None and self._ledger.end_open_trials():
-            self._end()
-            leave(0)
+        if self._last_words is not None:
+            self._last_words.join(BEAT_S)
+            if not self._last_words.is_alive():
+                self._write_down()
+                leave(0)
+            return
+        with self._deciding:
+            if self._ledger.limit is not None and not self._ray_may_go.is_set():
+                self._come_to_an_end()
         self._pause.set_to(orders.state == "pausing")
         self._search.end_stopped()
         if not self._search.end_hung():

@@ -24,8 +24,9 @@ from trials.pruners import intermediate_epochs, rungs_of
 from trials.samplers import suggest
 from trials.spec import Budget, FailureClass, SweepSpec
 from trials.store import CheckpointStore
-from trials.studies import ENDED_WELL, open_study, set_failure
+from trials.studies import ENDED_FROM_OUTSIDE, ENDED_WELL, open_study, set_failure
 from trials.tasks import Failure, Report, Task
+from trials.verification import REFUSED, Check, Outcome, Verification
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,12 @@ class Journal(Protocol):
 
     def ask_to_pause(self, reason: str) -> None:
         """Have the sweep paused, if it runs."""
+
+    def verifications(self) -> Mapping[int, tuple[Outcome, str | None]]:
+        """Of each trial whose best checkpoint was looked at, what came of it, and which one that was."""
+
+    def record_verification(self, number: int, verification: Verification) -> None:
+        """Keep what came of looking at a trial's best checkpoint, in place of what came of it before."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -217,6 +224,10 @@ class StudyLedger:
         most = self._orders.max_concurrent
         return most is not None and len(self._trials) - len(self._waiting) >= most
 
+    @property
+    def _device(self) -> str:
+        return "cuda" if self._spec.resources.gpus else "cpu"
+
     def is_to_stop(self, number: int) -> bool:
         return number in self._orders.stopping
 
@@ -310,7 +321,7 @@ class StudyLedger:
             seed=attributes["seed"],
             config=config,
             corpus=self._spec.corpus,
-            device="cuda" if self._spec.resources.gpus else "cpu",
+            device=self._device,
             recorded_epochs=recorded_epochs,
             best_epoch=trial.user_attrs.get("best_epoch", 0),
             checkpoint_every_s=self._spec.retry.checkpoint_every_s,
@@ -514,6 +525,40 @@ class StudyLedger:
                     self._discarded.add(number)
 
     @_patient
+    def next_check(self) -> Check | None:
+        """What is to be verified before it is called best: see trials.verification.Ledger."""
+        self.heed(self._journal.beat())
+        if self._orders.state == "pausing":
+            return None
+        verified = self._journal.verifications()
+        usable = [row for row in self._study.get_trials(deepcopy=False) if may_be_best(row)]
+        usable.sort(key=lambda row: (row.user_attrs["best_valid_loss"], row.number))
+        for row in usable:
+            outcome, of = verified.get(row.number, (None, None))
+            if outcome is None or of != row.user_attrs.get("checkpoint_sha256"):
+                return self._check_of(row)
+            if outcome not in REFUSED:
+                return None
+        return None
+
+    def _check_of(self, row: FrozenTrial) -> Check:
+        return Check(
+            sweep_id=self.sweep_id,
+            number=row.number,
+            epoch=row.user_attrs["best_epoch"],
+            checkpoint_sha256=row.user_attrs.get("checkpoint_sha256"),
+            device=row.user_attrs.get("device"),
+            corpus=self._spec.corpus,
+            on=self._device,
+            threads=max(1, int(self._spec.resources.cpus)),
+            timeout_s=self._spec.retry.hang_s,
+        )
+
+    @_patient
+    def record_verification(self, number: int, verification: Verification) -> None:
+        self._journal.record_verification(number, verification)
+
+    @_patient
     def refreshed_orders(self) -> Orders:
         """What is wished for now, and heeded from now on: a limit may have been raised."""
         self.limit = None
@@ -542,6 +587,13 @@ class Limit:
 
     verb: Literal["succeed", "fail"]
     words: str
+
+
+def may_be_best(row: FrozenTrial) -> bool:
+    """It has ended, with a checkpoint, and not of a failure that speaks against that."""
+    if not row.state.is_finished() or "best_valid_loss" not in row.user_attrs:
+        return False
+    return row.state != TrialState.FAIL or row.user_attrs.get("failure_class") in ENDED_FROM_OUTSIDE
 
 
 def _has_failed(row: FrozenTrial) -> bool:

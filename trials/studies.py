@@ -18,6 +18,8 @@ from trials.spec import SweepSpec
 from trials.tasks import Failure
 
 ENDED_WELL = (TrialState.COMPLETE, TrialState.PRUNED)
+ENDED_FROM_OUTSIDE = frozenset({"cancelled", "infrastructure", "timeout"})
+"""Classes of failure that say nothing against what the trial had reached."""
 REMOVED = "(removed until here)"
 """Begins the name of a study that keeps an id from being used again."""
 TOLD_OF_FAILURE = frozenset({"failure_class", "failure_message", "lost_attempts"})

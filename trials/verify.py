@@ -1,0 +1,105 @@
+"""`python -m trials.verify STORE DATA_DIR [SHARED]`: one checkpoint evaluated again, in a process of its own.
+
+Reads a trials.verification.Check from standard input, as JSON, and writes a Verification. Loads torch.
+"""
+
+import hashlib
+import io
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trials.attempt import describe_device, describe_runtime, load_text
+from trials.checkpoints import BestCheckpoint, read_best, rebuilt
+from trials.corpora import Corpus, CorpusError
+from trials.evaluation import evaluate
+from trials.store import CheckpointStore, CorruptCheckpoint
+from trials.verification import TOLERANCE, TOLERANCE_ELSEWHERE, Check, Verification
+
+
+def verify(check: Check, store: CheckpointStore, data_dir: Path, shared: Path | None) -> Verification:
+    """Evaluate a checkpoint on its validation split, and hold the loss against the one that it claims."""
+    began = time.monotonic()
+    so_far = Verification(
+        "impossible",
+        check.checkpoint_sha256,
+        device=describe_device(check.on),
+        runtime=describe_runtime(),
+    )
+    try:
+        found = _verified(check, so_far, store, data_dir, shared)
+    except (CorruptCheckpoint, FileNotFoundError) as error:
+        found = replace(so_far, outcome="damaged", message=str(error))
+    except (CorpusError, OSError, MemoryError, RuntimeError) as error:  # no text, no store, no memory
+        found = replace(so_far, message=f"{type(error).__name__}: {error}")
+    return replace(found, seconds=time.monotonic() - began)
+
+
+def _verified(
+    check: Check, so_far: Verification, store: CheckpointStore, data_dir: Path, shared: Path | None
+) -> Verification:
+    try:
+        with store.open_best(check.sweep_id, check.number) as file:
+            content = file.read()
+    except FileNotFoundError as error:
+        raise FileNotFoundError("its file is gone") from error
+    sha256 = hashlib.sha256(content).hexdigest()
+    checkpoint = read_best(io.BytesIO(content))
+    epoch, recorded = _claimed(checkpoint)
+    so_far = replace(
+        so_far,
+        checkpoint_sha256=sha256,
+        epoch=epoch,
+        recorded_valid_loss=recorded,
+        tolerance=TOLERANCE if check.device in (None, so_far.device) else TOLERANCE_ELSEWHERE,
+    )
+    # An attempt that was ended between saving and reporting has left a better one than is on record.
+    if sha256 != check.checkpoint_sha256 and epoch <= check.epoch:
+        raise CorruptCheckpoint("the file is not the one that the trial reported: its SHA-256 differs")
+    model = rebuilt(checkpoint).to(check.on)
+    corpus = load_text(check.corpus, data_dir, shared)
+    _require_same_text(checkpoint, corpus)
+    loss = evaluate(model, corpus.valid)
+    if not math.isfinite(loss):
+        return replace(so_far, outcome="differs", message=f"evaluated again, its validation loss is {loss}")
+    so_far = replace(so_far, valid_loss=loss)
+    difference = abs(loss - recorded)
+    if difference <= (so_far.tolerance or 0.0):
+        return replace(so_far, outcome="verified")
+    words = (
+        f"evaluated again, its validation loss is {loss:.9f} nats per token where {recorded:.9f} is "
+        f"recorded: {difference:.2g} apart, and {so_far.tolerance:g} is allowed"
+    )
+    return replace(so_far, outcome="differs", message=words)
+
+
+def _claimed(checkpoint: BestCheckpoint) -> tuple[int, float]:
+    """Epoch and validation loss. Raises CorruptCheckpoint."""
+    try:
+        return int(checkpoint.metrics["epoch"]), float(checkpoint.metrics["valid_loss"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"its metrics have no epoch or no valid_loss: {error}") from error
+
+
+def _require_same_text(checkpoint: BestCheckpoint, corpus: Corpus) -> None:
+    """Raises CorpusError."""
+    if corpus.vocabulary != checkpoint.vocabulary or corpus.sha256 != checkpoint.config.get("corpus_sha256"):
+        raise CorpusError("the text has changed since it was trained: restore it to verify")
+
+
+def main(store_url: str, data_dir: str, shared: str | None = None) -> None:
+    values: dict[str, Any] = json.load(sys.stdin)
+    check = Check.from_json(values)
+    torch.set_num_threads(check.threads)
+    found = verify(check, CheckpointStore(store_url), Path(data_dir), Path(shared) if shared else None)
+    print(json.dumps(asdict(found)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
