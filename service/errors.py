@@ -38,6 +38,13 @@ class NoCheckpointYet(ServiceError):
     code = "no_checkpoint_yet"
 
 
+class CheckpointDamaged(ServiceError):
+    """The checkpoint is not what was written."""
+
+    status = 500
+    code = "checkpoint_damaged"
+
+
 class InvalidCursor(ServiceError):
     """No event of this sweep has this id."""
 

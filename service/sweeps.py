@@ -7,7 +7,8 @@ import hashlib
 import math
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
@@ -18,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
+from service.archives import archive_of, filename_of
 from service.changes import changed, extended
 from service.database import migrate, open_engine
 from service.errors import IllegalMove, IllegalTrialMove, InvalidSpec, NoCheckpointYet, PointNotFound, Problem
@@ -68,6 +70,15 @@ class OpenCheckpoint:
     size: int
     sha256: str
     filename: str
+
+
+@contextmanager
+def closing_on_error(file: BinaryIO) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        file.close()
+        raise
 
 
 Write = Callable[[Connection, View], None]
@@ -324,14 +335,16 @@ class SweepController:
 
     def open_checkpoint(self, sweep_id: str, number: int) -> OpenCheckpoint:
         """Raises NoCheckpointYet."""
+        record = self.records.get_sweep(sweep_id)
         try:
             file = self.store.open_best(sweep_id, number)
         except FileNotFoundError as error:
             raise NoCheckpointYet(f"the checkpoint of trial {number} of sweep {sweep_id} is gone") from error
-        sha256 = hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
-        size = file.tell()
-        file.seek(0)
-        return OpenCheckpoint(file, size, sha256, f"{sweep_id}-t{number:05d}-best.tar")
+        with closing_on_error(file):
+            archive = archive_of(file, record, self.views.trial(record, number))
+            sha256 = hashlib.file_digest(cast(Any, archive), "sha256").hexdigest()
+            archive.seek(0)
+        return OpenCheckpoint(cast(BinaryIO, archive), archive.size, sha256, filename_of(sweep_id, number))
 
     def check_ready(self) -> list[str]:
         """What does not work, in words; nothing when all is well."""

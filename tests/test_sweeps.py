@@ -1,5 +1,6 @@
 """The laws of the controller, over a real database and a store, and drivers that are entries of a dict."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from service.records import Records, SweepJournal
 from service.schemas import BudgetChanges, Changes, Extension, RetryRequest, SweepView
 from service.sweeps import SweepController
 from service.tables import sweeps
-from tests.fakes import MemoryLauncher, failed, report, reports, spec, with_loss
+from tests.fakes import MemoryLauncher, checkpoint_files, failed, report, reports, spec, with_loss
 from tests.service_process import write_corpus
 from trials.ledger import StudyLedger
 from trials.spec import Budget, Resources, SweepRequest, SweepSpec
@@ -240,14 +241,15 @@ def test_best_checkpoint_is_the_best_trials_and_is_not_disturbed(
     sweep_id = controller.create(asked).id
     ledger = start(controller, sweep_id, store)
     task = take(ledger)
-    sha256 = store.save_best(sweep_id, 0, {"weights": b"good" * 1000})
+    good, better = (checkpoint_files(task, epoch, 5 - epoch) for epoch in (1, 2))
+    store.save_best(sweep_id, 0, good)
     ledger.record(task, report(task, 1))
     checkpoint = controller.best_checkpoint(sweep_id)
-    store.save_best(sweep_id, 0, {"weights": b"better"})
+    store.save_best(sweep_id, 0, {**better, "model.safetensors": b"better"})
     with checkpoint.file as file:
         content = file.read()
-    assert (checkpoint.sha256, checkpoint.size) == (sha256, len(content))
-    assert unpack(content, "best") == {"weights": b"good" * 1000}
+    assert (checkpoint.sha256, checkpoint.size) == (hashlib.sha256(content).hexdigest(), len(content))
+    assert unpack(content, "best")["model.safetensors"] == good["model.safetensors"]
     assert checkpoint.filename == f"{sweep_id}-t00000-best.tar"
 
 

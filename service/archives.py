@@ -1,0 +1,264 @@
+"""A checkpoint as it leaves the service: the file that the trial wrote, and what there is to know of it.
+
+It is put together of pieces while it is sent, so that nothing as large as the weights is written or held.
+Its bytes are a function of the trial's file and rows.
+"""
+
+import hashlib
+import io
+import json
+import tarfile
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, BinaryIO
+
+from models.config import AWDLSTMConfig
+from service.errors import CheckpointDamaged
+from service.records import SweepRecord
+from service.schemas import TrialDetail
+from service.version import own_version
+from service.views import find_spec
+from trials.perplexity import perplexity
+from trials.store import SUMS
+
+WEIGHTS = "model.safetensors"
+CHUNK_BYTES = 2**20
+BLOCK = tarfile.BLOCKSIZE
+TEXT_LICENCES = {
+    "sotu": "The State of the Union addresses are works of the United States government, and there in the "
+    "public domain.",
+    "ptb": "The Penn Treebank is text of the Wall Street Journal, licensed by the Linguistic Data Consortium "
+    "(LDC99T42). Your agreement with it says whether you may pass on what was made from it.",
+    "wikitext2": "WikiText-2 is text of Wikipedia, under the Creative Commons licence BY-SA 3.0: name the "
+    "source, and pass on what you make of it under the same terms.",
+}
+OWN_TEXT = "The text is your own: its licence, and what it asks of weights, are for you to know."
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes, or as many of a file from there on."""
+
+    content: bytes | BinaryIO
+    size: int
+    start: int = 0
+
+    def read(self, at: int, size: int) -> bytes:
+        size = min(size, self.size - at)
+        if isinstance(self.content, bytes):
+            return self.content[at : at + size]
+        self.content.seek(self.start + at)
+        return self.content.read(size)
+
+
+class Joined(io.RawIOBase):
+    """Pieces as one file, to read; closing it closes the files in it."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+        self._starts = list(accumulate((piece.size for piece in pieces), initial=0))
+        self._at = 0
+
+    @property
+    def size(self) -> int:
+        return self._starts[-1]
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        if self._at >= self.size or not view:
+            return 0
+        which = bisect_right(self._starts, self._at) - 1
+        content = self._pieces[which].read(self._at - self._starts[which], len(view))
+        view[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+    def close(self) -> None:
+        for piece in self._pieces:
+            if not isinstance(piece.content, bytes):
+                piece.content.close()
+        super().close()
+
+
+def archive_of(file: BinaryIO, record: SweepRecord, trial: TrialDetail) -> Joined:
+    """The archive of a trial's checkpoint; takes the file over. Raises CheckpointDamaged."""
+    try:
+        return _archive_of(file, record, trial)
+    except (tarfile.TarError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointDamaged(
+            f"the checkpoint of trial {trial.number} of sweep {record.id} is not what was written: "
+            f"{type(error).__name__}: {error}; take another trial's, or restore it from a backup"
+        ) from error
+
+
+def _archive_of(file: BinaryIO, record: SweepRecord, trial: TrialDetail) -> Joined:
+    sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # any that is read
+    if sha256 != trial.checkpoint_sha256 and trial.state in {"COMPLETE", "PRUNED"}:
+        raise ValueError(f"its SHA-256 is {sha256}, and {trial.checkpoint_sha256} is on record")
+    file.seek(0)
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        members = {member.name: member for member in archive if member.isfile()}
+        written = {name: _read(archive, member) for name, member in members.items() if name != WEIGHTS}
+    weights = members[WEIGHTS]
+    listed = (line.split("  ", 1) for line in written.pop(SUMS).decode().splitlines())
+    of_weights = {name: digest for digest, name in listed}[WEIGHTS]
+    config, metrics = (json.loads(written[name]) for name in ("config.json", "metrics.json"))
+    verification = trial.verification
+    if verification is not None and (verification.checkpoint_sha256, verification.epoch) != (
+        sha256,
+        metrics["epoch"],
+    ):
+        verification = None  # of an earlier epoch
+    metrics["verification"] = None if verification is None else verification.model_dump(mode="json")
+    provenance = _provenance(record, trial, config, sha256)
+    files: dict[str, bytes] = {
+        "README.md": _readme(record, trial, config, metrics, written["vocabulary.txt"].count(b"\n")).encode(),
+        "LICENSE.txt": _licence(config["corpus"]).encode(),
+        **written,
+        "metrics.json": _to_json(metrics),
+        "provenance.json": _to_json(provenance),
+    }
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    sums[WEIGHTS] = of_weights
+    pieces = [piece for name, content in files.items() for piece in _member(name, content)]
+    pieces += _member(WEIGHTS, Piece(file, weights.size, weights.offset_data))
+    pieces += _member(SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode())
+    pieces.append(Piece(b"\0" * (2 * BLOCK), 2 * BLOCK))
+    return Joined(pieces)
+
+
+def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    extracted = archive.extractfile(member)
+    assert extracted is not None  # it is a file
+    return extracted.read()
+
+
+def _member(name: str, content: bytes | Piece) -> list[Piece]:
+    """A file in a tar: header, content, and zeros up to the next block."""
+    piece = content if isinstance(content, Piece) else Piece(content, len(content))
+    header = tarfile.TarInfo(name)
+    header.size = piece.size
+    head = header.tobuf(tarfile.USTAR_FORMAT)
+    rest = -piece.size % BLOCK
+    return [Piece(head, len(head)), piece, Piece(b"\0" * rest, rest)]
+
+
+def _provenance(
+    record: SweepRecord, trial: TrialDetail, config: Mapping[str, Any], sha256: str
+) -> dict[str, Any]:
+    """Where the weights come from: enough to train them again."""
+    spec = find_spec(record)
+    return {
+        "sweep": {
+            "id": record.id,
+            "created_at": record.created_at.isoformat(),
+            "sampler": None if spec is None else spec.sampler.model_dump(mode="json"),
+        },
+        "trial": {
+            "number": trial.number,
+            "arm": trial.arm,
+            "draw": trial.draw,
+            "attempt": trial.attempt,
+            "params": trial.params,
+        },
+        "seed": trial.seed,
+        "versions": {"fraternal": own_version(), "runtime": trial.runtime},
+        "corpus": config["corpus"],
+        "corpus_sha256": config["corpus_sha256"],
+        "device": trial.device,
+        "checkpoint_sha256": sha256,
+    }
+
+
+def _readme(
+    record: SweepRecord,
+    trial: TrialDetail,
+    config: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    types: int,
+) -> str:
+    name, corpus, model = filename_of(record.id, trial.number), config["corpus"], config["model"]
+    parameters = AWDLSTMConfig(**model).parameter_count(types)
+    regularization = {key: value for key, value in config["regularization"].items() if value is not None}
+    loss = metrics["valid_loss"]
+    rows = {
+        "validation": f"perplexity {perplexity(loss):.4f}, loss {loss:.6f} nats per token, "
+        f"after epoch {metrics['epoch']}",
+        "evaluated again": _words_of(trial.state, metrics["verification"]),
+        "text": f"{corpus.get('name') or corpus.get('path')}, a vocabulary of {types:,} words",
+        "model": f"AWD-LSTM, embedding {model['embedding_size']}, {model['layers']} layers of "
+        f"{model['hidden_size']}, {parameters:,} parameters in float32",
+        "regularization": ", ".join(f"{key} {value}" for key, value in regularization.items()),
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"""# Trial {trial.number}, {trial.arm}, of sweep {record.id}
+
+A language model over words, trained by fraternal.
+
+| | |
+|---|---|
+{table}
+
+## Use it
+
+    fraternal evaluate {name}
+    fraternal generate {name} --prompt "the" --temperature 0.8
+    fraternal finetune {name} --out finetuned.tar
+    fraternal export {name} --format onnx --out model.onnx
+
+None of these needs the service that made it. Without fraternal, too, nothing in here has to be trusted to be
+read: `tar -xf {name}`, `sha256sum --check {SUMS}`, and `safetensors.torch.load_file("{WEIGHTS}")`.
+
+## What is inside
+
+| file | |
+|---|---|
+| `{WEIGHTS}` | the weights: averaged ones, once averaging was on |
+| `config.json` | every value that it was trained with |
+| `vocabulary.txt` | a word a line, in the order of their ids |
+| `metrics.json` | losses in nats per token, and how they came out when they were evaluated again |
+| `provenance.json` | sweep, trial, seeds, versions, the text's checksums, the device |
+| `LICENSE.txt` | what there is to say of licences |
+| `{SUMS}` | SHA-256 of each of them |
+"""
+
+
+def _words_of(state: str, verification: Mapping[str, Any] | None) -> str:
+    if verification is None:
+        return "not yet" + (": the trial runs" if state == "RUNNING" else "")
+    if verification["outcome"] != "verified":
+        return f"{verification['outcome']}: {verification['message']}"
+    apart = abs(verification["valid_loss"] - verification["recorded_valid_loss"])
+    return f"{apart:.1e} apart, of {verification['tolerance']:.0e} allowed, on {verification['device']}"
+
+
+def filename_of(sweep_id: str, number: int) -> str:
+    return f"{sweep_id}-t{number:05d}-best.tar"
+
+
+def _licence(corpus: Mapping[str, Any]) -> str:
+    return (
+        "The program that trained these weights, fraternal, is under the MIT licence, which asks nothing of "
+        "what it makes.\nWhat may be done with the weights and the vocabulary is for whoever had them "
+        "trained, within what the licence of the text allows.\n"
+        f"{TEXT_LICENCES.get(corpus.get('name', ''), OWN_TEXT)}\n"
+    )
+
+
+def _to_json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
