@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from service.tables import epochs, metadata, sweeps
 from tests.fakes import epoch_fields, spec
 from trials.ledger import Fenced
 from trials.spec import Budget
+from trials.verification import Verification
 
 OURS = set(metadata.tables)
 
@@ -228,10 +230,27 @@ def test_journal_of_a_driver_that_is_over_refuses_everything_and_changes_nothing
         lambda: journal.record_epoch(0, 1, epoch_fields(0, 2)),
         lambda: journal.record_epoch(0, 9, epoch_fields(0, 1)),
         lambda: journal.record_event("trial_finished", number=0),
+        lambda: journal.record_verification(0, Verification("verified", "0f" * 32)),
     ):
         with pytest.raises(Fenced, match="s1"):
             write()
     assert everything(records) == before
+
+
+def test_what_came_of_verifying_is_kept_once_a_trial_and_told_each_time(
+    claimed: SweepRecord, records: Records
+) -> None:
+    journal = SweepJournal(records, "s1", 1)
+    journal.record_verification(3, Verification("impossible", "0f" * 32, message="no \0 text"))
+    found = Verification("verified", "0f" * 32, "1e" * 32, 4, 5.5, 5.5, 1e-6, "cpu: one", "torch", 2.5)
+    journal.record_verification(3, found)
+    assert journal.verifications() == {3: ("verified", "0f" * 32)}
+    kept = records.verifications("s1")
+    assert set(kept) == {3}
+    assert {name: kept[3][name] for name in asdict(found)} == asdict(found)
+    events = [event for event in records.list_events("s1") if event["kind"] == "checkpoint_checked"]
+    assert [event["detail"]["outcome"] for event in events] == ["impossible", "verified"]
+    assert events[0]["detail"]["message"] == "no \N{REPLACEMENT CHARACTER} text"
 
 
 def test_beat_renews_the_lease(claimed: SweepRecord, records: Records) -> None:
