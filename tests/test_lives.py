@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
 import time
 from contextlib import closing, suppress
 from datetime import datetime
@@ -14,6 +15,7 @@ import pytest
 
 from service.database import open_engine
 from service.launcher import MARK, marked_processes
+from service.local import read_checkpoint
 from service.records import Records
 from tests.service_process import (
     ServiceProcess,
@@ -25,6 +27,7 @@ from tests.service_process import (
     wait_until,
     write_corpus,
 )
+from trials.store import unpack
 
 pytestmark = pytest.mark.slow
 
@@ -114,14 +117,41 @@ def test_within_ten_seconds_of_a_limit_no_trial_runs_and_all_that_began_have_end
     )
     sweep_id = service.submit(spec)
     ended = service.wait_for_end(sweep_id)
-    if limit == "wall_s":
-        assert 15 <= ended["ran_s"] < 25
-    assert f"budget.{limit}" in ended["state_reason"]
     trials = service.trials(sweep_id)
+    if limit == "wall_s":
+        began = timestamp(ended["started_at"])
+        assert all(15 <= timestamp(trial["finished_at"]) - began < 25 for trial in trials)
+        assert ended["ran_s"] >= 15
+    assert f"budget.{limit}" in ended["state_reason"]
     states = {trial["state"] for trial in trials}
     assert states <= {"COMPLETE", "FAIL"}
     assert ended["state"] == ("succeeded" if "COMPLETE" in states and limit == "target" else "failed")
     assert_nothing_left(service, sweep_id)
+    if any(trial["best_epoch"] for trial in trials):
+        best = service.get(f"/v1/sweeps/{sweep_id}/best")
+        assert best["verification"]["outcome"] == "verified"
+
+
+def test_best_is_verified_when_its_sweep_ends_and_fetched_with_how_that_came_out(
+    service: ServiceProcess, corpus: Path, tmp_path: Path
+) -> None:
+    sweep_id = service.submit(small_spec(corpus, budget={"trials": 2}))
+    best = service.wait_for_end(sweep_id)["best"]
+    found = best["verification"]
+    assert (found["outcome"], found["checkpoint_sha256"]) == ("verified", best["checkpoint_sha256"])
+    assert abs(found["valid_loss"] - best["best_valid_loss"]) <= 1e-6
+    assert found["device"] == best["device"]
+    command = ["curl", "-fsS", "-OJ", f"{service.url}/v1/sweeps/{sweep_id}/best/checkpoint"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    (file,) = tmp_path.iterdir()
+    files = unpack(file.read_bytes(), file.name)
+    assert json.loads(files["metrics.json"])["verification"] == found
+    assert json.loads(files["provenance.json"])["sweep"]["id"] == sweep_id
+    assert read_checkpoint(file).metrics["valid_loss"] == best["best_valid_loss"]
+    assert [event["kind"] for event in service.events(sweep_id)][-2:] == [
+        "checkpoint_checked",
+        "sweep_succeeded",
+    ]
 
 
 def test_trials_that_fail_alike_pause_the_sweep_with_their_traceback(

@@ -204,7 +204,7 @@ class _Watch(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        while not self._done.wait(BEAT_S):
+        while not self._done.wait(0 if self._last_words else BEAT_S):
             if _ray_has_died(self.ray_is_up.is_set()) and not self._ray_may_go.is_set():
                 leave(EXIT_RAY_DIED)
             try:
@@ -217,21 +217,22 @@ class _Watch(threading.Thread):
 
     def _come_to_an_end(self) -> None:
         if self._ledger.end_open_trials():
+            self._search.end_all()
             self._last_words = threading.Thread(target=self._verifier.settle, name="verifier", daemon=True)
             self._last_words.start()
 
     def _look(self) -> None:
         orders = self._journal.beat()
         self._ledger.heed(orders)
+        with self._deciding:
+            if self._ledger.limit is not None and not self._ray_may_go.is_set() and self._last_words is None:
+                self._come_to_an_end()
         if self._last_words is not None:
             self._last_words.join(BEAT_S)
             if not self._last_words.is_alive():
                 self._write_down()
                 leave(0)
             return
-        with self._deciding:
-            if self._ledger.limit is not None and not self._ray_may_go.is_set():
-                self._come_to_an_end()
         self._pause.set_to(orders.state == "pausing")
         self._search.end_stopped()
         if not self._search.end_hung():

@@ -569,10 +569,9 @@ class StudyLedger:
     def outcome(self) -> tuple[Literal["succeed", "fail"], str | None]:
         """How a sweep that is done ends, and why so, where that is not plain."""
         states = [row.state for row in self._study.get_trials(deepcopy=False)]
-        if not states:
-            return "fail", "it ended before its first trial"
         if TrialState.COMPLETE not in states:
             none = f"none of the {len(states)} trials completed: see their failures"
+            none = none if states else "it ended before its first trial"
             return "fail", f"{self.limit.words}; {none}" if self.limit else none
         if self.limit is not None:
             return self.limit.verb, self.limit.words

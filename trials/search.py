@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -102,9 +103,16 @@ class StudySearch(Searcher):
 
     def end_stopped(self) -> None:
         """Kill the processes of trials that are to end now; they are told of as lost, and so they end."""
+        self._end_where(lambda task: self._ledger.is_to_stop(task.number))
+
+    def end_all(self) -> None:
+        """The same of all trials."""
+        self._end_where(lambda task: True)
+
+    def _end_where(self, is_to_end: Callable[[Task], bool]) -> None:
         for trial_id, task in list(self.tasks.items()):
             _, pid = self._heard.get(trial_id, (0.0, None))
-            if pid is not None and self._ledger.is_to_stop(task.number) and trial_id not in self._ended:
+            if pid is not None and is_to_end(task) and trial_id not in self._ended:
                 self._ended.add(trial_id)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
