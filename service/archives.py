@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from models.config import AWDLSTMConfig
@@ -244,7 +245,17 @@ def _words_of(state: str, verification: Mapping[str, Any] | None) -> str:
     if verification["outcome"] != "verified":
         return f"{verification['outcome']}: {verification['message']}"
     apart = abs(verification["valid_loss"] - verification["recorded_valid_loss"])
-    return f"{apart:.1e} apart, of {verification['tolerance']:.0e} allowed, on {verification['device']}"
+    return (
+        f"the loss is {apart:.1e} nats per token off, of {verification['tolerance']:.0e} allowed, on "
+        f"{verification['device']}"
+    )
+
+
+def verification_in(path: Path) -> str:
+    """What an archive that was fetched says of how it came out when it was evaluated again, in words."""
+    with tarfile.open(path, mode="r:") as archive:
+        metrics = json.loads(_read(archive, archive.getmember("metrics.json")))
+    return _words_of("", metrics.get("verification"))
 
 
 def filename_of(sweep_id: str, number: int) -> str:

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from service import export_commands, steering_commands, token_commands, webhook_commands
+from service.archives import verification_in
 from service.errors import INTERRUPTED, CommandFailed
 from service.options import (
     DEFAULT_DATA_DIR,
@@ -312,7 +313,9 @@ def fetch(
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
-    """Download a sweep's best checkpoint, verified and written whole; also while the sweep runs.
+    """Download a sweep's best checkpoint, its digest checked, written whole; also while the sweep runs.
+
+    It says how the checkpoint came out when the service evaluated it again, by a fresh process.
 
     Example: `fraternal fetch SWEEP --out best.tar`
     """
@@ -321,6 +324,7 @@ def fetch(
     with open_client(url, token_file) as client:
         digest = client.fetch(sweep_id, path)
     print(f"{path}  sha256 {digest}")
+    print(f"evaluated again by the service: {verification_in(path)}")
 
 
 app.command()(export_commands.export)

@@ -125,7 +125,7 @@ def test_it_says_where_it_comes_from_and_how_it_came_out() -> None:
     assert (found["outcome"], found["valid_loss"], found["tolerance"]) == ("verified", 4.5, 1e-6)
     readme = files["README.md"].decode()
     assert "perplexity 90.0171" in readme
-    assert "0.0e+00 apart, of 1e-06 allowed, on cpu" in readme
+    assert "the loss is 0.0e+00 nats per token off, of 1e-06 allowed, on cpu" in readme
     assert "fraternal evaluate s1-t00004-best.tar" in readme
     assert "public domain" in files["LICENSE.txt"].decode()
 
