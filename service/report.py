@@ -243,7 +243,8 @@ def _sentence(pair: _Pair, verdict: str, p: float, tests: int, further: int | No
         draws += f", {pair.pairs.failed} of them by a failure,"
     if verdict != "open":
         return f"On the {draws} {ahead} is better than {behind}{_size(pair, ': ')} (Wilcoxon, {by})."
-    more = _more(further, "draw", "draws", f"{ahead} is as much better{_size(pair, ', ')}")
+    size = _size(pair, "")
+    more = _more(further, "draw", "draws", f"{ahead} is as much better", f" ({size})" if size else "")
     return f"The {draws} do not tell {pair.first} and {pair.second} apart (Wilcoxon, {by}){more}."
 
 
@@ -265,11 +266,11 @@ def _size(pair: _Pair, before: str) -> str:
     return f"{before}its perplexity is {percent(1 - ratio)} % lower{between}{where}"
 
 
-def _more(further: int | None, one: str, many: str, condition: str) -> str:
+def _more(further: int | None, one: str, many: str, condition: str, aside: str = "") -> str:
     if further is None:
         return "; from what is seen no number of further ones can be told that would"
     what = one if further == 1 else many
-    return f"; if {condition} as it looks, about {further:,} further {what} would, four times in five"
+    return f"; if {condition} as it looks{aside}, about {further:,} further {what} would, four times in five"
 
 
 def _too_few(pair: _Pair) -> str:
@@ -307,7 +308,8 @@ def _conclusion(arms: Sequence[ArmReport], comparisons: Sequence[Comparison]) ->
     said = " ".join(comparison.sentence for comparison in settled[:MOST_SETTLED])
     if len(settled) > MOST_SETTLED:
         said += f" {len(settled) - MOST_SETTLED} more comparisons tell two arms apart."
-    return f"{said} {len(comparisons) - len(settled)} of {len(comparisons)} comparisons are open. {SCOPE}"
+    left = len(comparisons) - len(settled)
+    return f"{said} {left} of {len(comparisons)} comparisons {'is' if left == 1 else 'are'} open. {SCOPE}"
 
 
 def _learnt(spec: SweepSpec) -> str:

@@ -377,6 +377,10 @@ def test_of_several_comparisons_those_that_settle_something_are_told() -> None:
     report = report_of({"a": BETTER, "b": WORSE, "c": mixed}, arms=arms)
     assert report.conclusion.startswith("On the 10 draws that ended in both a is better than b: ")
     assert "2 of 3 comparisons are open." in report.conclusion
+    open_ones = [comparison.sentence for comparison in report.comparisons if comparison.verdict == "open"]
+    assert all(" as it looks (its perplexity is " in sentence for sentence in open_ones)
+    better = {"a": BETTER, "b": WORSE, "c": [v + (0.5 if n % 2 else -0.5) for n, v in enumerate(WORSE)]}
+    assert " 1 of 3 comparisons is open." in report_of(better, arms=arms).conclusion
 
 
 def test_a_report_of_nothing_says_so() -> None:
