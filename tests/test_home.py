@@ -119,7 +119,8 @@ def test_a_row_says_what_the_api_says_of_a_sweep_and_leads_to_its_parts(
     best = sweep["best"]
     for told in (
         "6 of 6 trials",
-        f"Best perplexity {best['best_valid_perplexity']:.2f} {best['arm']}, trial {best['number']}, verified",
+        f"Best perplexity {best['best_valid_perplexity']:.2f} {best['arm']}, trial {best['number']}"
+        ", verified",
         f"Epochs {sweep['epochs_done']}",
         "Left –",
     ):
