@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from service.archives import verification_in
 from service.client import ClientError, FraternalClient
 from service.errors import INTERRUPTED, CommandFailed
 from service.lifecycle import TERMINAL_STATES
@@ -81,7 +82,9 @@ def _fetch_and_check(
     path = data_dir / f"best-{sweep.id}.tar"
     best, digest = client.best(sweep.id), client.fetch(sweep.id, path)
     console.print(
-        f"best checkpoint: trial {best.number}, {best.arm}: {path} (sha256 {digest})", soft_wrap=True
+        f"best checkpoint: trial {best.number}, {best.arm}: {path} (sha256 {digest})\n"
+        f"evaluated again by the service: {verification_in(path)}",
+        soft_wrap=True,
     )
     checking = subprocess.Popen(
         command("evaluate", str(path), "--check", "--data-dir", str(data_dir)),
