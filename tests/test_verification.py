@@ -1,5 +1,8 @@
 """A checkpoint is evaluated again by a fresh process; what does not come to its loss is never called best."""
 
+import signal
+import subprocess
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 from optuna.storages import InMemoryStorage
 
+import trials.verification
 from service.database import now
 from service.schemas import VerificationView
 from service.views import best_of
@@ -159,8 +163,32 @@ def test_a_process_that_fails_or_hangs_is_no_result(
     process = InFreshProcess(tmp_path.as_uri(), tmp_path, None)
     failing = process(check(store, trained, corpus, on="no device"))
     assert (failing.outcome, "no device" in (failing.message or "")) == ("impossible", True)
+    dead = prepared(process)
+    dead.kill()
+    dead.wait()
+    assert process(check(store, trained, corpus)).outcome == "verified"
     hanging = process(check(store, trained, corpus, timeout_s=0.01))
     assert (hanging.outcome, "retry.hang_s" in (hanging.message or "")) == ("impossible", True)
+
+
+def test_a_process_that_was_prepared_is_used_once_and_ended_in_the_end(
+    trained: BestCheckpoint, corpus: PathCorpus, store: CheckpointStore, tmp_path: Path
+) -> None:
+    process = InFreshProcess(tmp_path.as_uri(), tmp_path, None)
+    started = [prepared(process), prepared(process)]
+    assert started[0] is started[1]
+    assert process(check(store, trained, corpus)).outcome == "verified"
+    assert started[0].returncode == 0
+    left = prepared(process)
+    process.close()
+    assert left.returncode == -signal.SIGKILL
+    process.close()
+
+
+def prepared(process: InFreshProcess) -> subprocess.Popen[str]:
+    process.prepare()
+    assert process._waiting is not None
+    return process._waiting
 
 
 # What the driver makes of it.
@@ -218,6 +246,31 @@ def test_what_cannot_be_evaluated_is_said_and_does_not_keep_the_sweep(
 ) -> None:
     Verifier(ledger, lambda check: replace(verified(check), outcome="impossible")).settle()
     assert {number: of.outcome for number, of in journal.verified.items()} == {1: "impossible"}
+
+
+def test_while_trials_run_it_verifies_now_and_then_and_prepares_for_the_end(
+    journal: MemoryJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_AFTER_S", "LOOK_EVERY_S"):
+        monkeypatch.setattr(trials.verification, name, 0.01)
+    ledger = open_ledger(spec(training={"epochs": 1}, budget={"trials": 2}), InMemoryStorage(), journal)
+    seen, is_prepared = threading.Event(), threading.Event()
+
+    def noting(check: Check) -> Verification:
+        seen.set()
+        return verified(check)
+
+    verifier = Verifier(ledger, noting, is_prepared.set)
+    verifier.start()
+    first = ledger.next_task()
+    assert first is not None
+    ledger.record(first, with_loss(report(first, 1), 2.0))
+    assert seen.wait(30)
+    assert not is_prepared.is_set()
+    assert ledger.next_task() is not None
+    assert is_prepared.wait(30)
+    verifier.settle()
+    assert set(journal.verified) == {0}
 
 
 def test_a_pause_is_not_kept_waiting(ledger: StudyLedger, journal: MemoryJournal) -> None:

@@ -64,7 +64,8 @@ def drive(
     }
     search = StudySearch(ledger, shared)
     pause = PauseSwitch(CheckpointStore(store_url), ledger.sweep_id, name)
-    verifier = Verifier(ledger, InFreshProcess(store_url, data_dir, corpora))
+    fresh = InFreshProcess(store_url, data_dir, corpora)
+    verifier = Verifier(ledger, fresh, fresh.prepare)
     watch = _Watch(ledger, journal, search, pause, verifier, end)
     watch.start()
     try:
@@ -81,6 +82,7 @@ def drive(
         verifier.settle()
     finally:
         watch.end()
+        fresh.close()
     pause.set_to(False)
     end()
     ray.shutdown()

@@ -219,6 +219,11 @@ class StudyLedger:
         return not self._waiting and not self._may_begin_another
 
     @property
+    def is_running_out(self) -> bool:
+        """Whether the sweep ends once the trials that run have ended, rather than rests."""
+        return self.exhausted and self._orders.state != "pausing"
+
+    @property
     def is_full(self) -> bool:
         """Whether as many trials run as may, as of the latest beat."""
         most = self._orders.max_concurrent

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -93,22 +94,34 @@ class InFreshProcess:
 
     def __init__(self, store_url: str, data_dir: Path, shared: Path | None) -> None:
         self._where = [store_url, str(data_dir), *([str(shared)] if shared else [])]
+        self._waiting: subprocess.Popen[str] | None = None
+
+    def prepare(self) -> None:
+        """Have the next process load what it needs, so that who waits for it waits less."""
+        if self._waiting is None:
+            self._waiting = self._start()
+
+    def close(self) -> None:
+        """End a process that was prepared for nothing."""
+        if self._waiting is not None:
+            self._waiting.kill()
+            self._waiting.communicate()
+            self._waiting = None
 
     def __call__(self, check: Check) -> Verification:
         began = time.monotonic()
-        command = [sys.executable, "-P", "-m", "trials.verify", *self._where]
         try:
-            done = subprocess.run(
-                command,
-                input=check.to_json(),
-                capture_output=True,
-                text=True,
-                timeout=check.timeout_s,
-                check=False,
-            )
-            if done.returncode == 0:
-                return Verification(**json.loads(done.stdout.splitlines()[-1]))
-            words = f"its process ended with {done.returncode}: {done.stderr.strip()[-2000:]}"
+            if self._waiting is not None and self._waiting.poll() is not None:
+                self.close()
+            process, self._waiting = self._waiting or self._start(), None
+            with process:
+                try:
+                    said, error = process.communicate(check.to_json(), check.timeout_s)
+                finally:
+                    process.kill()
+            if process.returncode == 0:
+                return Verification(**json.loads(said.splitlines()[-1]))
+            words = f"its process ended with {process.returncode}: {error.strip()[-2000:]}"
         except subprocess.TimeoutExpired:
             words = f"it took longer than retry.hang_s, {check.timeout_s:g} s"
         except (OSError, ValueError, IndexError, TypeError) as error:
@@ -116,9 +129,22 @@ class InFreshProcess:
         seconds = time.monotonic() - began
         return Verification("impossible", check.checkpoint_sha256, seconds=seconds, message=words)
 
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "trials.verify", *self._where],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
 
 class Ledger(Protocol):
     """What of a trials.ledger.StudyLedger is needed."""
+
+    @property
+    def is_running_out(self) -> bool:
+        """Whether the sweep ends once the trials that run have ended."""
 
     def next_check(self) -> Check | None:
         """Of the best trial that has ended and was not refused, unless it is verified already.
@@ -135,8 +161,9 @@ class Verifier:
     others run, and before the sweep ends.
     """
 
-    def __init__(self, ledger: Ledger, verify: Verify) -> None:
-        self._ledger, self._verify = ledger, verify
+    def __init__(self, ledger: Ledger, verify: Verify, prepare: Callable[[], None] = lambda: None) -> None:
+        """`prepare` is called once no trial is to begin any more: soon something is to be verified."""
+        self._ledger, self._verify, self._prepare = ledger, verify, prepare
         self._turn = threading.Lock()
         self._over = threading.Event()
 
@@ -151,17 +178,24 @@ class Verifier:
                 self._ledger.record_verification(check.number, self._verify(check))
 
     def _run(self) -> None:
-        pause_s = FIRST_AFTER_S
-        while not self._over.wait(pause_s):
-            pause_s = LOOK_EVERY_S
+        due_at = time.monotonic() + FIRST_AFTER_S
+        while not self._over.wait(LOOK_EVERY_S):
             began = time.monotonic()
             try:
                 with self._turn:
-                    if self._over.is_set() or (check := self._ledger.next_check()) is None:
-                        continue
-                    verification = self._verify(check)
-                    if verification.outcome != "impossible":  # the end tries once more, and says so
-                        self._ledger.record_verification(check.number, verification)
+                    if self._over.is_set():
+                        return
+                    if self._ledger.is_running_out:
+                        self._prepare()
+                    elif began >= due_at:
+                        self._verify_in_passing()
+                        due_at = time.monotonic() + SHARE * (time.monotonic() - began)
             except Exception:  # fenced, or the database is away: the watch sees to that
                 log.exception("the best checkpoint so far could not be verified")
-            pause_s = SHARE * (time.monotonic() - began)
+
+    def _verify_in_passing(self) -> None:
+        if (check := self._ledger.next_check()) is None:
+            return
+        verification = self._verify(check)
+        if verification.outcome != "impossible":  # the end tries once more, and says so
+            self._ledger.record_verification(check.number, verification)
