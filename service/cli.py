@@ -26,6 +26,7 @@ from service.options import (
     Force,
     Overrides,
     SweepId,
+    Test,
     TokenFile,
     Url,
     complain,
@@ -509,10 +510,16 @@ def _ask(
 @app.command()
 def evaluate(
     file: Annotated[Path, typer.Argument(metavar="FILE.tar", help="A best checkpoint.")],
-    split: Annotated[str | None, typer.Option(help="train, valid or test; by default test.")] = None,
+    split: Annotated[
+        str,
+        typer.Option(help="train, valid or test; each look at a test split is logged in the data directory."),
+    ] = "valid",
     corpus: Annotated[
         str | None,
-        typer.Option(help="Another corpus than the checkpoint's own: JSON, a name or a directory."),
+        typer.Option(
+            help="Another corpus than the checkpoint's own, or where its text is on this machine: a name, a "
+            "directory that holds SPLIT.txt, or JSON."
+        ),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Fail unless the validation loss is the recorded one, to 1e-5.")
@@ -531,19 +538,22 @@ def evaluate(
     as_json: AsJson = False,
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Loss and perplexity of a checkpoint, rebuilt from the file alone.
+    """Loss and perplexity of a checkpoint, rebuilt from the file alone; no service is needed.
 
-    Example: `fraternal evaluate best.tar --split test`
+    A test split is looked at only by `--split test`. That goes into `test-evaluations.jsonl` in the data
+    directory before it is shown, and is shown with how often that split was looked at before.
+
+    Example: `fraternal evaluate best.tar --check`
     """
     if check and mc:
         raise typer.BadParameter("--check compares with the loss without dropout; leave out --mc")
-    if check and split not in {None, "valid"}:
+    if check and split != "valid":
         raise typer.BadParameter(f"--check compares the validation loss; leave out --split {split}")
     from service.local import check_recorded_loss, evaluate_file
 
     result = evaluate_file(
         file,
-        split or ("valid" if check else "test"),
+        split,
         parse_corpus(corpus) if corpus else None,
         data_dir,
         mc_masks=mc,
@@ -554,8 +564,10 @@ def evaluate(
         print(json.dumps(result.to_json()))
     else:
         print(result.line())
+    if result.test_look:
+        say(result.test_look.line(), as_json)
     if check:
-        print(check_recorded_loss(result))
+        say(check_recorded_loss(result), as_json)
 
 
 @app.command()
@@ -582,6 +594,7 @@ def train(
     layers: Annotated[int | None, typer.Option(help="LSTM layers.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides initial weights, windows and masks.")] = 0,
     overrides: Overrides = [],  # noqa: B006
+    test: Test = False,
     device: Device = "auto",
     force: Force = False,
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -607,7 +620,7 @@ def train(
     values = with_overrides(_laid_over_preset(preset, arm, given), overrides)
     if "corpus" not in values:
         raise typer.BadParameter("give --corpus, or a --preset that has one")
-    train_and_save(values, values.pop("corpus"), seed, device, out, data_dir)
+    train_and_save(values, values.pop("corpus"), seed, device, out, data_dir, test=test)
 
 
 @app.command()
@@ -651,19 +664,27 @@ def finetune(
         int | None,
         typer.Option(min=0, help="Decides windows and masks; by default the checkpoint's."),
     ] = None,
+    corpus: Annotated[
+        str | None,
+        typer.Option(help="Where the checkpoint's text is on this machine: a directory, or a name."),
+    ] = None,
     overrides: Overrides = [],  # noqa: B006
+    test: Test = False,
     device: Device = "auto",
     force: Force = False,
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
     """Go on from a checkpoint with averaging from the first step until it converges; never ends up worse.
 
+    It needs the file and the text of the training run, and no service.
+
     Example: `fraternal finetune best.tar --out finetuned.tar --times 2`
     """
     from service.local import finetune_and_save
 
     require_usable(out, force)
-    finetune_and_save(file, with_overrides({}, overrides), times, seed, device, out, data_dir)
+    options: dict[str, Any] = {"other_corpus": parse_corpus(corpus) if corpus else None, "test": test}
+    finetune_and_save(file, with_overrides({}, overrides), times, seed, device, out, data_dir, **options)
 
 
 @app.command()

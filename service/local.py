@@ -20,11 +20,12 @@ from models.config import AWDLSTMConfig
 from models.precision import UnsupportedPrecision, require_precision
 from regularizers.config import Regularization
 from service.errors import CommandFailed
+from service.looks import Look, Looked, LookLog, sha256_of
 from service.progress import ProgressDisplay, of_training
-from service.texts import load, parse_corpus_spec, parse_strictly
+from service.texts import load, load_text, parse_corpus_spec, parse_strictly
 from trials.attempt import best_checkpoint, is_out_of_memory, require_finite
 from trials.checkpoints import BestCheckpoint, read_best, rebuilt, write_best
-from trials.corpora import EOS, INT32_MAX, SPLITS, UNK, Corpus, CorpusSpec, Split
+from trials.corpora import EOS, SPLITS, UNK, Corpus, CorpusSpec, PathCorpus, Split
 from trials.evaluation import evaluate as loss_of
 from trials.evaluation import evaluate_mc
 from trials.generation import generate
@@ -75,6 +76,8 @@ class Evaluation:
     """Whether the split is, byte for byte, that of the training run."""
     mc_masks: int | None = None
     """Of MC-eval: how many samples of the masks the probabilities are a mean over; None drops nothing."""
+    test_look: Looked | None = None
+    """Of a test split alone: which look at it this is, by the log."""
 
     @property
     def perplexity(self) -> float:
@@ -90,7 +93,10 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Without infinity: JSON has none."""
-        return {**asdict(self), "perplexity": self.perplexity if math.isfinite(self.perplexity) else None}
+        document = {**asdict(self), "perplexity": self.perplexity if math.isfinite(self.perplexity) else None}
+        if (look := document.pop("test_look")) is not None:
+            document["test_look"] = {name: look[name] for name in ("before", "checkpoints", "log")}
+        return document
 
 
 def evaluate_file(
@@ -102,17 +108,43 @@ def evaluate_file(
     mc_masks: int | None = None,
     seed: int = 0,
     device: str = "cpu",
+    asked_by: str = "evaluate --split test",
 ) -> Evaluation:
-    """Rebuild a model from its `best` file; evaluate it on its corpus or another. Raises CommandFailed."""
+    """Rebuild a model from its `best` file; evaluate it on its corpus or another. Raises CommandFailed.
+
+    A look at a test split is logged, as what `asked_by` asked for.
+    """
     if split not in SPLITS:
         raise CommandFailed(f"a split is one of {', '.join(SPLITS)}; found {split!r}")
     checkpoint = read_checkpoint(file)
-    own_corpus, own_sha256 = (checkpoint.config[name] for name in ("corpus", "corpus_sha256"))
     model = rebuild(checkpoint).to(usable_device(device))
-    corpus = load(_with_every_word(parse_corpus_spec(other_corpus or own_corpus)), data_dir)
+    source = parse_corpus_spec(other_corpus) if other_corpus else own_corpus(file, checkpoint)
+    text = load_text(source, split, data_dir)
+    same = text.sha256 == checkpoint.config["corpus_sha256"].get(split)
+    limit = f"{split}_tokens"
+    use = checkpoint.config["corpus"].get(limit) if same and limit not in (other_corpus or {}) else None
+    looked = None
     try:
-        ids, unknown = checkpoint.vocabulary.encode(corpus.vocabulary.decode(corpus.ids(split)))
-        loss = evaluate_mc(model, ids, mc_masks, seed) if mc_masks else loss_of(model, ids)
+        ids, unknown = checkpoint.vocabulary.encode(text.tokens[:use])
+
+        def compute() -> float:
+            return evaluate_mc(model, ids, mc_masks, seed) if mc_masks else loss_of(model, ids)
+
+        if split == "test":
+            looked = LookLog(data_dir).test_loss(
+                Look(
+                    command=asked_by,
+                    file=str(file),
+                    sha256=sha256_of(file),
+                    corpus=source.model_dump(mode="json", exclude_none=True),
+                    split_sha256=text.sha256,
+                    tokens=len(ids) - 1,
+                    mc_masks=mc_masks,
+                    seed=seed if mc_masks else None,
+                ),
+                compute,
+            )
+        loss = compute() if looked is None else looked.loss
     except ValueError as error:
         raise CommandFailed(f"{file} cannot read the {split} split: {error}") from error
     return Evaluation(
@@ -122,9 +154,21 @@ def evaluate_file(
         unknown=unknown,
         loss=loss,
         recorded_valid_loss=checkpoint.metrics["valid_loss"],
-        text_is_the_same=corpus.sha256[split] == own_sha256.get(split),
+        text_is_the_same=same,
         mc_masks=mc_masks,
+        test_look=looked,
     )
+
+
+def own_corpus(file: Path, checkpoint: BestCheckpoint) -> CorpusSpec:
+    """What a checkpoint was trained on. Raises CommandFailed where that is a folder of another machine."""
+    source = parse_corpus_spec(checkpoint.config["corpus"])
+    if isinstance(source, PathCorpus) and not Path(source.path).is_dir():
+        raise CommandFailed(
+            f"{file} was trained on the text in {source.path}, which is no folder here: "
+            "say where it is with --corpus FOLDER"
+        )
+    return source
 
 
 @dataclass(frozen=True)
@@ -207,10 +251,12 @@ def train_and_save(
     device: str,
     out: Path,
     data_dir: Path,
+    *,
+    test: bool = False,
 ) -> None:
     """Train one configuration, save the weights whenever they are the best so far, evaluate what was saved.
 
-    Raises CommandFailed.
+    With `test` also by the test split. Raises CommandFailed.
     """
     sections: dict[str, Any] = {"model": {}, "training": {}, "regularization": {}}
     for name in values:
@@ -231,40 +277,56 @@ def train_and_save(
         _train(task, corpus, out)
     except (Diverged, MemoryError) as error:
         raise CommandFailed(str(error)) from error
-    _print_evaluations(out, data_dir, device)
+    _print_evaluations(out, data_dir, device, "train --test" if test else None)
 
 
 def finetune_and_save(
-    file: Path, values: dict[str, Any], times: int, seed: int | None, device: str, out: Path, data_dir: Path
+    file: Path,
+    values: dict[str, Any],
+    times: int,
+    seed: int | None,
+    device: str,
+    out: Path,
+    data_dir: Path,
+    *,
+    other_corpus: dict[str, Any] | None = None,
+    test: bool = False,
 ) -> None:
     """Fine-tune a checkpoint, `times` in a row, and evaluate the outcome. Raises CommandFailed."""
     for number in range(1, times + 1):
         print(f"fine-tuning, {number} of {times}")
-        finetune_file(file if number == 1 else out, out, values, seed, device, data_dir)
-    _print_evaluations(out, data_dir, device)
+        finetune_file(file if number == 1 else out, out, values, seed, device, data_dir, other_corpus)
+    _print_evaluations(out, data_dir, device, "finetune --test" if test else None)
 
 
 def finetune_file(
-    file: Path, out: Path, values: dict[str, Any], seed: int | None, device: str, data_dir: Path
+    file: Path,
+    out: Path,
+    values: dict[str, Any],
+    seed: int | None,
+    device: str,
+    data_dir: Path,
+    other_corpus: dict[str, Any] | None = None,
 ) -> None:
     """Go on from a checkpoint until it converges; what comes out is never worse than what it began with.
 
     As in the paper (§5.4), that is, in the released AWD-LSTM code: SGD that averages from the first step on,
     with AR and TAR at their defaults there, without fraternal dropout or a relative of it, until the
     non-monotone rule with n = 5 says that it has converged. `values` win over that, and over what the
-    checkpoint was trained with. Raises CommandFailed.
+    checkpoint was trained with. `other_corpus` is where its text lies here. Raises CommandFailed.
     """
     checkpoint = read_checkpoint(file)
     rebuild(checkpoint)  # what does not fit together is found before anything is written
     number = checkpoint.config.get("finetunings", 0) + 1
     start = replace(checkpoint, config={**checkpoint.config, "finetunings": number})
-    task = _finetuning(start, values, seed, usable_device(device))
+    corpus_spec = _moved(checkpoint, other_corpus) if other_corpus else own_corpus(file, checkpoint)
+    task = _finetuning(start, values, corpus_spec, seed, usable_device(device))
     print(described(task))
     corpus = load(task.corpus, data_dir)
     if corpus.vocabulary != checkpoint.vocabulary or corpus.sha256 != checkpoint.config["corpus_sha256"]:
         raise CommandFailed(
             f"fine-tuning goes on with the text of the training run, but that has changed since {file} was "
-            "written: restore it"
+            "written: restore it, or say where it is with --corpus FOLDER"
         )
     try:
         _train(task, corpus, out, start)
@@ -287,7 +349,16 @@ def described(task: Task) -> str:
     )
 
 
-def _finetuning(checkpoint: BestCheckpoint, values: dict[str, Any], seed: int | None, device: str) -> Task:
+def _moved(checkpoint: BestCheckpoint, place: dict[str, Any]) -> CorpusSpec:
+    """The checkpoint's corpus from another place: what is used of the text stays. Raises CommandFailed."""
+    own = checkpoint.config["corpus"]
+    options = {name: value for name, value in own.items() if name not in {"name", "path"}}
+    return parse_corpus_spec({**options, **place})
+
+
+def _finetuning(
+    checkpoint: BestCheckpoint, values: dict[str, Any], corpus: CorpusSpec, seed: int | None, device: str
+) -> Task:
     own = {name: checkpoint.config[name] for name in ("model", "training", "regularization")}
     for name, given in values.items():
         if name not in own or not isinstance(given, dict):
@@ -303,7 +374,7 @@ def _finetuning(checkpoint: BestCheckpoint, values: dict[str, Any], seed: int | 
     if (parsed.model.layer_sizes, parsed.model.tied) != (trained.layer_sizes, trained.tied):
         raise CommandFailed("fine-tuning goes on with the checkpoint's weights: sizes, layers and tied stay")
     seed = (checkpoint.config["seed"] if seed is None else seed) + checkpoint.config["finetunings"]
-    return _task(parsed, parse_corpus_spec(checkpoint.config["corpus"]), seed, device)
+    return _task(parsed, corpus, seed, device)
 
 
 def _task(config: TrialConfig, corpus: CorpusSpec, seed: int, device: str) -> Task:
@@ -406,12 +477,11 @@ def _of_finetuning(checkpoint: BestCheckpoint, start: BestCheckpoint | None) -> 
     return replace(checkpoint, config={**checkpoint.config, **own})
 
 
-def _print_evaluations(out: Path, data_dir: Path, device: str) -> None:
-    for split in ("valid", "test"):
-        print(evaluate_file(out, split, None, data_dir, device=device).line())
+def _print_evaluations(out: Path, data_dir: Path, device: str, test_asked_by: str | None) -> None:
+    """Of the test split only where somebody asked for it."""
+    print(evaluate_file(out, "valid", None, data_dir, device=device).line())
+    if test_asked_by:
+        found = evaluate_file(out, "test", None, data_dir, device=device, asked_by=test_asked_by)
+        assert found.test_look is not None
+        print(f"{found.line()}\n{found.test_look.line()}")
     print(f"saved: {out}")
-
-
-def _with_every_word(source: CorpusSpec) -> CorpusSpec:
-    """The same text without a word lost to its own vocabulary: the checkpoint's decides what is unknown."""
-    return source.model_copy(update={"vocabulary": "all", "vocabulary_size": INT32_MAX})

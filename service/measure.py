@@ -6,8 +6,9 @@ from pathlib import Path
 from models.awd_lstm import AWDLSTM
 from service.errors import CommandFailed
 from service.local import finetune_file, read_checkpoint, rebuild, usable_device
-from trials.corpora import Corpus
-from trials.evaluation import evaluate, evaluate_mc
+from service.looks import Look, Looked, LookLog, sha256_of
+from trials.corpora import Corpus, CorpusSpec
+from trials.evaluation import Ids, evaluate, evaluate_mc
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Losses:
 
     valid: float
     test: float
+    looked: Looked
 
 
 def load_model(file: Path, corpus: Corpus, device: str) -> AWDLSTM:
@@ -29,11 +31,29 @@ def load_model(file: Path, corpus: Corpus, device: str) -> AWDLSTM:
     return rebuild(checkpoint).to(usable_device(device))
 
 
-def losses(model: AWDLSTM, corpus: Corpus, masks: int, seed: int) -> Losses:
-    """With the mean mask, or averaged over so many sampled ones."""
-    if masks:
-        return Losses(*(evaluate_mc(model, ids, masks, seed) for ids in (corpus.valid, corpus.test)))
-    return Losses(evaluate(model, corpus.valid), evaluate(model, corpus.test))
+def losses(model: AWDLSTM, corpus: Corpus, masks: int, seed: int, look: Look, log: LookLog) -> Losses:
+    """With the mean mask, or averaged over so many sampled ones. The look at the test split is logged."""
+
+    def loss(ids: Ids) -> float:
+        return evaluate_mc(model, ids, masks, seed) if masks else evaluate(model, ids)
+
+    valid = loss(corpus.valid)
+    looked = log.test_loss(look, lambda: loss(corpus.test))
+    return Losses(valid, looked.loss, looked)
+
+
+def look_at(file: Path, corpus: Corpus, source: CorpusSpec, masks: int, seed: int, command: str) -> Look:
+    """What `losses` is about to look at."""
+    return Look(
+        command=command,
+        file=str(file),
+        sha256=sha256_of(file),
+        corpus=source.model_dump(mode="json", exclude_none=True),
+        split_sha256=corpus.sha256["test"],
+        tokens=len(corpus.test) - 1,
+        mc_masks=masks or None,
+        seed=seed if masks else None,
+    )
 
 
 def finetune(file: Path, out: Path, data_dir: Path, device: str) -> None:

@@ -37,6 +37,13 @@ Overrides = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=JSON", help="Replace a value, say `training.epochs=3`; repeatable."),
 ]
+Test = Annotated[
+    bool,
+    typer.Option(
+        "--test",
+        help="Evaluate the test split, too; it is logged in `test-evaluations.jsonl` of the data directory.",
+    ),
+]
 DEFAULT_DATA_DIR = Path("fraternal-data")
 
 

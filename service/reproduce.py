@@ -23,6 +23,7 @@ from rich.console import Console
 from service.client import ApiError, FraternalClient
 from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import local_capacity
+from service.looks import LookLog
 from service.progress import duration, follow
 from service.reproduction import (
     Curve,
@@ -245,13 +246,14 @@ class Notebook:
 def _measure(
     table: Table, trained: Trained, corpus: Corpus, out: Path, data_dir: Path, console: Console
 ) -> tuple[Measured, ...]:
-    from service.measure import finetune, load_model, losses
+    from service.measure import finetune, load_model, look_at, losses
 
     notebook = Notebook(out / f"measured-{trained.sweep.id}.json")
     store = CheckpointStore(Settings.model_construct(data_dir=data_dir, store_url=None).resolved_store_url)
     device = "auto" if trained.sweep.spec.resources.gpus else "cpu"
     make = partial(finetune, data_dir=data_dir, device=device)
     load_once = lru_cache(maxsize=1)(load_model)  # several stages in a row are of one checkpoint
+    log, looks = LookLog(data_dir), []
     for trial in filter(_complete, trained.trials):
         files = Checkpoints(store, trained.sweep.id, trial.number, out / "checkpoints", make)
         for finetunes, masks, sample in stages(table, trial.arm):
@@ -260,9 +262,16 @@ def _measure(
             if not sample:
                 under = f"{masks} sampled masks" if masks else "mean mask"
                 console.print(f"trial {trial.number}, {trial.arm}: fine-tunings {finetunes}, {under}")
-            model = load_once(files.get(finetunes), corpus, device)
-            found = losses(model, corpus, masks, trial.seed * MASK_SAMPLES + sample)
+            file, seed = files.get(finetunes), trial.seed * MASK_SAMPLES + sample
+            look = look_at(file, corpus, trained.sweep.spec.corpus, masks, seed, f"reproduce {table.name}")
+            found = losses(load_once(file, corpus, device), corpus, masks, seed, look, log)
+            looks.append(found.looked)
             notebook.add(Measured(trial.number, finetunes, masks, found.valid, found.test, sample))
+    if looks:
+        console.print(
+            f"looks at the test split: {len(looks)}, and {looks[0].before} before; logged in {log.path}",
+            soft_wrap=True,
+        )
     return tuple(notebook.measured)
 
 

@@ -12,7 +12,18 @@ from rich.text import Text
 
 from service.errors import CommandFailed
 from service.problems import problems_in
-from trials.corpora import SPLITS, UNK, Corpus, CorpusError, CorpusSpec, Split, load_corpus, resolved
+from trials.corpora import (
+    SPLITS,
+    UNK,
+    Corpus,
+    CorpusError,
+    CorpusSpec,
+    Split,
+    SplitText,
+    load_corpus,
+    load_split,
+    resolved,
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,14 @@ def load(source: CorpusSpec, data_dir: Path) -> Corpus:
     """Raises CommandFailed."""
     try:
         return load_corpus(source, data_dir)
+    except CorpusError as error:
+        raise CommandFailed(str(error)) from error
+
+
+def load_text(source: CorpusSpec, split: Split, data_dir: Path) -> SplitText:
+    """One split, whose words may be none of a vocabulary. Raises CommandFailed."""
+    try:
+        return load_split(source, split, data_dir)
     except CorpusError as error:
         raise CommandFailed(str(error)) from error
 

