@@ -1,4 +1,5 @@
-"""`fraternal export` and `fraternal compare`: what a sweep says, taken elsewhere or held against another."""
+"""`fraternal export` and `fraternal compare`: what a sweep says, or a model, taken elsewhere; two sweeps
+held against each other."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -6,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from service.options import DEFAULT_URL, AsJson, Force, SweepId, TokenFile, Url, open_client, require_usable
+from service.errors import CommandFailed
+from service.options import DEFAULT_URL, AsJson, Force, TokenFile, Url, open_client, require_usable
 
 
 class FormatName(StrEnum):
-    """service.exports.Format, for the help, and what is written here by libraries of their own."""
+    """service.exports.Format, for the help, what is written here by libraries of their own, and models."""
 
     csv = "csv"
     json = "json"
@@ -18,6 +20,8 @@ class FormatName(StrEnum):
     optuna = "optuna"
     tensorboard = "tensorboard"
     mlflow = "mlflow"
+    onnx = "onnx"
+    state_dict = "state-dict"
 
 
 class TableName(StrEnum):
@@ -30,11 +34,21 @@ class TableName(StrEnum):
 SUFFIX = {"optuna": "db"}
 OF_ONE_TABLE = {FormatName.csv, FormatName.parquet}
 WRITTEN_HERE = {FormatName.tensorboard, FormatName.mlflow}
+OF_A_MODEL = {FormatName.onnx, FormatName.state_dict}
 
 
 def export(
-    sweep_id: SweepId,
-    form: Annotated[FormatName, typer.Option("--format", "-f", help="What to write.")] = FormatName.csv,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SWEEP|FILE.tar",
+            help="Id of a sweep; of onnx and state-dict a best checkpoint's file, and no service is needed.",
+        ),
+    ],
+    form: Annotated[
+        FormatName | None,
+        typer.Option("--format", "-f", help="What to write; of a sweep by default csv."),
+    ] = None,
     table: Annotated[
         TableName | None,
         typer.Option(help="Of csv and parquet: a row a trial, which is the default, or a row an epoch."),
@@ -45,21 +59,36 @@ def export(
             "--out",
             "-o",
             help="File to write; of tensorboard a folder, of mlflow a folder or a tracking URI. Default: "
-            "named by the sweep.",
+            "named by the sweep, or the checkpoint.",
         ),
     ] = None,
     force: Force = False,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
-    """Take a sweep elsewhere, as it is at this moment; also while it runs.
+    """Take a sweep elsewhere, as it is at this moment, also while it runs; or a checkpoint's model.
 
-    csv, parquet: a table. json: spec, environment, trials, curves. optuna: a SQLite file for
+    Of a sweep: csv, parquet: a table. json: spec, environment, trials, curves. optuna: a SQLite file for
     `optuna-dashboard sqlite:///FILE`. tensorboard, mlflow: a run a trial, by their own libraries
     (`pip install 'fraternal[tensorboard,mlflow]'`).
 
+    Of a checkpoint, `FILE.tar`: onnx: one graph with free T and B, and the vocabulary in its metadata
+    (`pip install 'fraternal[onnx]'`). state-dict: `FILE.pt` for `torch.load(weights_only=True)`, with
+    `FILE.json` beside it. Either is held against the model before it is written. docs/checkpoint.md shows how
+    to use them without fraternal.
+
     Example: `fraternal export SWEEP --format parquet --table epochs --out epochs.parquet`
+
+    Example: `fraternal export best.tar --format onnx --out best.onnx`
     """
+    if form in OF_A_MODEL:
+        _export_model(source, form, table, out, force)
+        return
+    if Path(source).is_file():
+        raise typer.BadParameter(
+            f"{source} is a file: of a checkpoint, give --format {' or '.join(sorted(OF_A_MODEL))}"
+        )
+    sweep_id, form = source, form or FormatName.csv
     if table is not None and form not in OF_ONE_TABLE:
         raise typer.BadParameter(f"{form} has trials and epochs in one: leave out --table {table}")
     if form in WRITTEN_HERE:
@@ -72,6 +101,35 @@ def export(
     with open_client(url, token_file) as client:
         digest = client.export(sweep_id, path, **query)
     print(f"{path}  sha256 {digest}")
+
+
+def _export_model(
+    source: str, form: FormatName, table: TableName | None, out: str | None, force: bool
+) -> None:
+    if table is not None:
+        raise typer.BadParameter(f"{form} is a model: leave out --table {table}")
+    file = Path(source)
+    if not file.exists():
+        raise CommandFailed(
+            f"{source} is no file here: --format {form} is of a checkpoint, FILE.tar; "
+            "`fraternal fetch SWEEP` gets a sweep's best one"
+        )
+    from service.portable import export_onnx, export_state_dict, sidecar
+
+    if form is FormatName.onnx:
+        path = Path(out or f"{file.stem}.onnx")
+        require_usable(path, force)
+        said = export_onnx(file, path)
+    else:
+        path = Path(out or f"{file.stem}.pt")
+        if path == sidecar(path):
+            raise typer.BadParameter(
+                f"{path} is where config and vocabulary go: name the state_dict otherwise"
+            )
+        for each in (path, sidecar(path)):
+            require_usable(each, force)
+        said = export_state_dict(file, path)
+    print(said)
 
 
 def compare(

@@ -51,7 +51,7 @@ def to_tensorboard(sweep: SweepView, trials: Iterable[TrialDetail], folder: Path
         from tensorboardX import SummaryWriter
         from tensorboardX.summary import hparams
     except ImportError as error:
-        raise _missing("tensorboard", "tensorboardX") from error
+        raise missing_extra("tensorboard", "tensorboardX") from error
     count = 0
     for trial in trials:
         run = folder / sweep.id / run_name(trial)
@@ -95,7 +95,7 @@ class MlflowRuns:
             import mlflow
             from mlflow.tracking import MlflowClient
         except ImportError as error:
-            raise _missing("mlflow", "MLflow") from error
+            raise missing_extra("mlflow", "MLflow") from error
         self._entities = mlflow.entities
         self._failure: type[Exception] = mlflow.exceptions.MlflowException
         self.uri, artifacts = tracking_uri(where)
@@ -202,5 +202,5 @@ def _milliseconds(at: datetime | None) -> int:
     return math.floor(at.timestamp() * 1000) if at is not None else 0
 
 
-def _missing(extra: str, library: str) -> CommandFailed:
+def missing_extra(extra: str, library: str) -> CommandFailed:
     return CommandFailed(f"this needs {library}: pip install 'fraternal[{extra}]'")
