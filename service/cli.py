@@ -699,11 +699,13 @@ def generate(
         int | None, typer.Option(min=1, metavar="K", help="Draw among the K likeliest words only.")
     ] = None,
     unk: Annotated[bool, typer.Option("--unk/--no-unk", help="Whether `<unk>` may be drawn.")] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Decides what is drawn.")] = 0,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Let a trained model write: words drawn one after another, from the checkpoint alone.
+    """Let a trained model write: words drawn one after another, from the checkpoint alone, as they come.
+
+    Equal options and seeds give equal texts on one kind of device. A prompt stands at the start of a line.
 
     Example: `fraternal generate best.tar --prompt "the people of" --temperature 0.8 --no-unk`
     """
@@ -714,12 +716,16 @@ def generate(
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "unk": unk, "seed": seed}
     written = generate_text(file, prompt, words, **options, device=device)
     if written.unknown:
-        said = f"{written.unknown} of the prompt's words are outside the vocabulary: read as <unk>"
-        print(said, file=sys.stderr)
+        said = (
+            f"{word} (but it has {known!r})" if known else word for word, known in written.unknown.items()
+        )
+        complain(f"not in the vocabulary, so read as <unk>: {', '.join(said)}")
     if as_json:
-        print(json.dumps({"prompt": prompt, "words": written.words, "unknown": written.unknown}))
-    else:
-        print(f"{prompt} {written.text()}".lstrip(" "))
+        told = {"prompt": prompt, "words": list(written.words), "unknown": list(written.unknown)}
+        print(json.dumps({**told, **options}))
+        return
+    for piece in written.pieces(prompt):
+        print(piece, end="", flush=True)
 
 
 @app.command()

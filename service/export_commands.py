@@ -123,9 +123,7 @@ def _export_model(
     else:
         path = Path(out or f"{file.stem}.pt")
         if path == sidecar(path):
-            raise typer.BadParameter(
-                f"{path} is where config and vocabulary go: name the state_dict otherwise"
-            )
+            raise typer.BadParameter(f"{path} is where the vocabulary goes: name the state_dict otherwise")
         for each in (path, sidecar(path)):
             require_usable(each, force)
         said = export_state_dict(file, path)

@@ -173,14 +173,21 @@ def own_corpus(file: Path, checkpoint: BestCheckpoint) -> CorpusSpec:
 
 @dataclass(frozen=True)
 class GeneratedText:
-    words: list[str]
-    """Those after the prompt."""
-    unknown: int
-    """Words of the prompt outside the vocabulary, read as <unk>."""
+    words: Iterator[str]
+    """Those after the prompt, drawn as they are asked for."""
+    unknown: dict[str, str | None]
+    """Words of the prompt outside the vocabulary, read as <unk>, and how the vocabulary has them, if it does
+    so in lower case."""
 
-    def text(self) -> str:
-        """A line for each sentence."""
-        return "\n".join(line.strip() for line in " ".join(self.words).split(EOS))
+    def pieces(self, prompt: str) -> Iterator[str]:
+        """The text, prompt first, in pieces to be printed as they come; a line for each sentence."""
+        yield prompt
+        begun = prompt[-1:] not in {"", "\n"}
+        for word in self.words:
+            yield "\n" if word == EOS else f" {word}" if begun else word
+            begun = word != EOS
+        if begun:
+            yield "\n"
 
 
 def generate_text(
@@ -194,12 +201,17 @@ def generate_text(
     seed: int = 0,
     device: str = "cpu",
 ) -> GeneratedText:
-    """Go on from a prompt that stands at the start of a line. Raises CommandFailed."""
+    """Go on from a prompt that stands at the start of a line; one that ends in a newline ends its line.
+
+    Raises CommandFailed.
+    """
     checkpoint = read_checkpoint(file)
     vocabulary = checkpoint.vocabulary
     model = rebuild(checkpoint).to(usable_device(device))
     try:
-        ids, unknown = vocabulary.encode([EOS, *f" {EOS} ".join(prompt.splitlines()).split()])
+        prompt.encode()
+        said = [EOS, *prompt.replace("\n", f" {EOS} ").split()]
+        ids, _ = vocabulary.encode(said)
         without = [] if unk else [vocabulary.index[UNK]] if UNK in vocabulary.index else []
     except ValueError as error:
         raise CommandFailed(f"the prompt cannot be read: {error}") from error
@@ -207,7 +219,12 @@ def generate_text(
     found = generate(
         model, ids.tolist(), words, generator, temperature=temperature, top_k=top_k, without=without
     )
-    return GeneratedText(vocabulary.decode(found), unknown)
+    unknown = {
+        word: word.lower() if word.lower() in vocabulary.index else None
+        for word in said
+        if word not in vocabulary.index
+    }
+    return GeneratedText((vocabulary.tokens[each] for each in found), unknown)
 
 
 def read_checkpoint(file: Path) -> BestCheckpoint:

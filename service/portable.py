@@ -95,8 +95,8 @@ def facts(file: Path, checkpoint: BestCheckpoint) -> dict[str, Any]:
 def _said(out: Path, content: bytes, parity: Parity) -> str:
     return (
         f"{out}  sha256 {hashlib.sha256(content).hexdigest()}\n"
-        f"computes what the checkpoint does: in float32, logits differ by at most {parity.logits:.1e}, "
-        f"states by {parity.states:.1e}"
+        f"computes what the checkpoint does: in float32, logits differ by at most {parity.logits:.2g}, "
+        f"states by {parity.states:.2g}"
     )
 
 

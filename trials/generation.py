@@ -1,6 +1,6 @@
 """Text that a model goes on with, word by word."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,23 +18,23 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     without: Sequence[int] = (),
-) -> list[int]:
-    """The ids of `words` words after the prompt, which has one word at least; nothing is dropped.
+) -> Iterator[int]:
+    """The ids of `words` words after the prompt, which has one at least, as they come; nothing is dropped.
 
     Each is drawn from softmax(logits / temperature), of the `top_k` likeliest words where that is given, and
     never one of `without`. Temperature 0 takes the likeliest. `generator` is on the CPU, on any device.
     """
     device = model.decoder_bias.device
     tokens_T1 = torch.tensor(prompt, device=device).unsqueeze(1)
-    state, found = model.zero_state(1), []
+    state = model.zero_state(1)
     for _ in range(words):
         result = model(tokens_T1, state, None)
         state = result.state
         logits_V = model.decode(result.dropped_TBH[-1:]).flatten().double().cpu()
         logits_V[list(without)] = -torch.inf
-        found.append(_choose(logits_V, temperature, top_k, generator))
-        tokens_T1 = torch.tensor([[found[-1]]], device=device)
-    return found
+        found = _choose(logits_V, temperature, top_k, generator)
+        yield found
+        tokens_T1 = torch.tensor([[found]], device=device)
 
 
 def _choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
