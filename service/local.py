@@ -22,7 +22,7 @@ from regularizers.config import Regularization
 from service.errors import CommandFailed
 from service.looks import Look, Looked, LookLog, sha256_of
 from service.progress import ProgressDisplay, of_training
-from service.texts import load, load_text, parse_corpus_spec, parse_strictly
+from service.texts import load, parse_corpus_spec, parse_strictly, read_split
 from trials.attempt import best_checkpoint, is_out_of_memory, require_finite
 from trials.checkpoints import BestCheckpoint, read_best, rebuilt, write_best
 from trials.corpora import EOS, SPLITS, UNK, Corpus, CorpusSpec, PathCorpus, Split
@@ -119,7 +119,7 @@ def evaluate_file(
     checkpoint = read_checkpoint(file)
     model = rebuild(checkpoint).to(usable_device(device))
     source = parse_corpus_spec(other_corpus) if other_corpus else own_corpus(file, checkpoint)
-    text = load_text(source, split, data_dir)
+    text = read_split(source, split, data_dir)
     same = text.sha256 == checkpoint.config["corpus_sha256"].get(split)
     limit = f"{split}_tokens"
     use = checkpoint.config["corpus"].get(limit) if same and limit not in (other_corpus or {}) else None

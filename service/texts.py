@@ -76,7 +76,7 @@ def load(source: CorpusSpec, data_dir: Path) -> Corpus:
         raise CommandFailed(str(error)) from error
 
 
-def load_text(source: CorpusSpec, split: Split, data_dir: Path) -> SplitText:
+def read_split(source: CorpusSpec, split: Split, data_dir: Path) -> SplitText:
     """One split, whose words may be none of a vocabulary. Raises CommandFailed."""
     try:
         return load_split(source, split, data_dir)

@@ -17,6 +17,7 @@ from scipy import stats
 from service.cli import with_overrides
 from service.client import FraternalClient
 from service.errors import CommandFailed
+from service.looks import LOG
 from service.reproduce import (
     Checkpoints,
     Notebook,
@@ -553,6 +554,11 @@ def test_the_smallest_table_comes_out_of_the_command_line(tmp_path: Path) -> Non
     assert set(described["corpus"]["sha256"]) == {"train", "valid", "test"}
     assert len(set(described["seeds"].values())) == 2
     assert "This is not the paper's scale, nor its corpus" in (tmp_path / "out" / "table.md").read_text()
+    assert "looks at the test split: 2, and 0 before; logged in" in done.stdout
+    looks = [json.loads(line) for line in (tmp_path / "out" / "data" / LOG).read_text().splitlines()]
+    assert [look["command"] for look in looks] == ["reproduce seeds"] * 2
+    assert len({look["sha256"] for look in looks}) == 2
     again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "looks at" not in again.stdout, "what was measured is not measured again"
     assert "going on with sweep" in again.stdout
     assert json.loads((tmp_path / "out" / "table.json").read_text()) == document
