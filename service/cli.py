@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperGroup
 
 from service import export_commands, steering_commands, token_commands, webhook_commands
-from service.archives import verification_in
 from service.errors import INTERRUPTED, CommandFailed
 from service.options import (
     DEFAULT_DATA_DIR,
@@ -320,6 +319,8 @@ def fetch(
 
     Example: `fraternal fetch SWEEP --out best.tar`
     """
+    from service.archives import verification_in
+
     path = out or Path(f"best-{sweep_id}.tar")
     require_usable(path, force)
     with open_client(url, token_file) as client:
