@@ -103,11 +103,11 @@ def press_tab_until(browser: webdriver.Chrome, element_id: str) -> None:
     raise AssertionError(f"{element_id} is not reached by the keyboard")
 
 
-def keep_picture(browser: webdriver.Chrome, name: str) -> None:
+def keep_picture(browser: webdriver.Chrome, name: str, folder: Path = PICTURES) -> None:
     size: Any = browser.execute_script(
         "return [document.documentElement.clientWidth, document.documentElement.scrollHeight]"
     )
     clip = {"x": 0, "y": 0, "width": size[0], "height": min(size[1], TALLEST_PICTURE), "scale": 1}
     taken = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    (PICTURES / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))

@@ -13,7 +13,7 @@ from service.access import COOKIE
 from service.database import migrate, open_engine
 from service.settings import own_database_url
 from service.tokens import Tokens
-from tests.browsers import NEEDS_BROWSER, complaints, shown
+from tests.browsers import NEEDS_BROWSER, complaints, keep_picture, shown
 from tests.played_service import played_service, submit, wait_for
 from tests.service_process import ServiceProcess, running_service, small_spec, wait_until, write_corpus
 from tests.stock_dashboard import stock_dashboard
@@ -48,6 +48,7 @@ def test_dashboard_shows_the_trials_of_both_arms_while_they_run(
     browser.get(page)
     wait_until(lambda: "Intermediate values" in shown(browser), "the study's page draws its curves")
     assert complaints(browser) == []
+    keep_picture(browser, "dashboard-1400-light")
     service.cancel(sweep_id)
     service.wait_for_end(sweep_id)
 
