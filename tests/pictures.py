@@ -1,4 +1,4 @@
-"""`python -m tests.pictures SWEEP`: README's pictures of a sweep, by a real browser from a running service."""
+"""`python -m tests.pictures SWEEP`: README's pictures of a sweep, by a browser from a running service."""
 
 import argparse
 import tempfile
