@@ -7,6 +7,7 @@ Its bytes are a function of the trial's file and rows.
 import hashlib
 import io
 import json
+import math
 import tarfile
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,18 @@ from typing import Any, BinaryIO
 from models.config import AWDLSTMConfig
 from service.errors import CheckpointDamaged
 from service.records import SweepRecord
-from service.schemas import TrialDetail
+from service.report_texts import escaped
+from service.schemas import ENDED, TrialDetail
 from service.version import own_version
 from service.views import find_spec
 from trials.perplexity import perplexity
 from trials.store import SUMS
 
 WEIGHTS = "model.safetensors"
+TEXTS = ("config.json", "vocabulary.txt", "metrics.json")
+"""What a trial writes beside its weights and their sums."""
+MOST_TEXT_BYTES = 64 * 2**20
+"""Of one of them: a vocabulary of a million words has a sixth of that."""
 CHUNK_BYTES = 2**20
 BLOCK = tarfile.BLOCKSIZE
 TEXT_LICENCES = {
@@ -100,7 +106,16 @@ def archive_of(file: BinaryIO, record: SweepRecord, trial: TrialDetail) -> Joine
     """The archive of a trial's checkpoint; takes the file over. Raises CheckpointDamaged."""
     try:
         return _archive_of(file, record, trial)
-    except (tarfile.TarError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (
+        tarfile.TarError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,  # a size, or an epoch, that is no number of this world
+        RecursionError,
+    ) as error:
         raise CheckpointDamaged(
             f"the checkpoint of trial {trial.number} of sweep {record.id} is not what was written: "
             f"{type(error).__name__}: {error}; take another trial's, or restore it from a backup"
@@ -109,16 +124,16 @@ def archive_of(file: BinaryIO, record: SweepRecord, trial: TrialDetail) -> Joine
 
 def _archive_of(file: BinaryIO, record: SweepRecord, trial: TrialDetail) -> Joined:
     sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # any that is read
-    if sha256 != trial.checkpoint_sha256 and trial.state in {"COMPLETE", "PRUNED"}:
-        raise ValueError(f"its SHA-256 is {sha256}, and {trial.checkpoint_sha256} is on record")
     file.seek(0)
-    with tarfile.open(fileobj=file, mode="r:") as archive:
-        members = {member.name: member for member in archive if member.isfile()}
-        written = {name: _read(archive, member) for name, member in members.items() if name != WEIGHTS}
-    weights = members[WEIGHTS]
-    listed = (line.split("  ", 1) for line in written.pop(SUMS).decode().splitlines())
-    of_weights = {name: digest for digest, name in listed}[WEIGHTS]
-    config, metrics = (json.loads(written[name]) for name in ("config.json", "metrics.json"))
+    written, weights, sums = _members_of(file)
+    config, metrics = (_object_in(name, written[name]) for name in ("config.json", "metrics.json"))
+    if not math.isfinite(metrics["valid_loss"]):
+        raise ValueError("metrics.json has no finite valid_loss")
+    if sha256 != trial.checkpoint_sha256:
+        # A trial that runs is ahead of its rows; one whose process was killed may have been.
+        if trial.state in ENDED and metrics["epoch"] <= (trial.best_epoch or 0):
+            raise ValueError(f"its SHA-256 is {sha256}, and {trial.checkpoint_sha256} is on record")
+        _require_sums(written, weights, sums)
     verification = trial.verification
     if verification is not None and (verification.checkpoint_sha256, verification.epoch) != (
         sha256,
@@ -134,13 +149,56 @@ def _archive_of(file: BinaryIO, record: SweepRecord, trial: TrialDetail) -> Join
         "metrics.json": _to_json(metrics),
         "provenance.json": _to_json(provenance),
     }
-    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    sums[WEIGHTS] = of_weights
+    summed = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    summed[WEIGHTS] = sums[WEIGHTS]
     pieces = [piece for name, content in files.items() for piece in _member(name, content)]
-    pieces += _member(WEIGHTS, Piece(file, weights.size, weights.offset_data))
-    pieces += _member(SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode())
+    pieces += _member(WEIGHTS, weights)
+    pieces += _member(SUMS, "".join(f"{digest}  {name}\n" for name, digest in summed.items()).encode())
     pieces.append(Piece(b"\0" * (2 * BLOCK), 2 * BLOCK))
     return Joined(pieces)
+
+
+def _members_of(file: BinaryIO) -> tuple[dict[str, bytes], Piece, dict[str, str]]:
+    """The small files of an archive, where its weights lie, and what it says that their sums are.
+
+    Nothing is believed: the file may be anybody's. Raises ValueError, TarError.
+    """
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        members: dict[str, tarfile.TarInfo] = {}
+        for member in archive:
+            if member.name not in {*TEXTS, WEIGHTS, SUMS} - members.keys():
+                raise ValueError(f"it holds {member.name!r:.200}, or holds it twice")
+            if not member.isreg() or member.issparse():
+                raise ValueError(f"{member.name} is no plain file")
+            if member.name != WEIGHTS and member.size > MOST_TEXT_BYTES:
+                raise ValueError(
+                    f"{member.name} has {member.size:,} bytes, of {MOST_TEXT_BYTES:,} that it may"
+                )
+            members[member.name] = member
+        written = {name: _read(archive, members[name]) for name in TEXTS}
+        listed = (line.split("  ", 1) for line in _read(archive, members[SUMS]).decode().splitlines())
+        sums = {name: digest for digest, name in listed}
+        weights = members[WEIGHTS]
+    return written, Piece(file, weights.size, weights.offset_data), sums
+
+
+def _require_sums(written: Mapping[str, bytes], weights: Piece, sums: Mapping[str, str]) -> None:
+    """Raises ValueError."""
+    found = {name: hashlib.sha256(content).hexdigest() for name, content in written.items()}
+    of_weights = hashlib.sha256()
+    for at in range(0, weights.size, CHUNK_BYTES):
+        of_weights.update(weights.read(at, CHUNK_BYTES))
+    found[WEIGHTS] = of_weights.hexdigest()
+    for name, digest in found.items():
+        if digest != sums[name]:
+            raise ValueError(f"the SHA-256 of {name} differs from its {SUMS}")
+
+
+def _object_in(name: str, content: bytes) -> dict[str, Any]:
+    found = json.loads(content)
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} holds no object")
+    return found
 
 
 def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
@@ -206,8 +264,8 @@ def _readme(
         f"{model['hidden_size']}, {parameters:,} parameters in float32",
         "regularization": ", ".join(f"{key} {value}" for key, value in regularization.items()),
     }
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    return f"""# Trial {trial.number}, {trial.arm}, of sweep {record.id}
+    table = "\n".join(f"| {key} | {escaped(value)} |" for key, value in rows.items())
+    return f"""# Trial {trial.number}, {escaped(trial.arm)}, of sweep {record.id}
 
 A language model over words, trained by fraternal.
 

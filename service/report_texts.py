@@ -44,15 +44,15 @@ def printable(text: str) -> Text:
 
 def to_markdown(report: ReportView) -> str:
     written = [
-        f"## {_escaped(title(report))}",
+        f"## {escaped(title(report))}",
         "",
-        _escaped(report.conclusion),
+        escaped(report.conclusion),
         "",
         _markdown_row(COLUMNS),
         _markdown_row(["---", *["---:"] * (len(COLUMNS) - 1)]),
     ]
-    written += [_markdown_row(map(_escaped, cells(arm))) for arm in report.arms]
-    return "\n".join([*written, "", *(f"- {_escaped(line)}" for line in lines(report))]) + "\n"
+    written += [_markdown_row(map(escaped, cells(arm))) for arm in report.arms]
+    return "\n".join([*written, "", *(f"- {escaped(line)}" for line in lines(report))]) + "\n"
 
 
 def title(report: ReportView) -> str:
@@ -150,6 +150,6 @@ def _markdown_row(written: Iterable[str]) -> str:
     return "| " + " | ".join(written) + " |"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Names are anybody's: none opens a tag, a link or a cell, or calls somebody."""
     return re.sub(r"([\\`*_<>|#~&@]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", " ".join(text.split()))

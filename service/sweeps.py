@@ -316,7 +316,13 @@ class SweepController:
 
     def best(self, sweep_id: str) -> TrialView:
         """The trial with the lowest validation loss so far, whatever became of it. Raises NoCheckpointYet."""
-        best = best_of(self.trials(sweep_id))
+        trials = self.trials(sweep_id)
+        best = best_of(trials)
+        if best is None and any(trial.verification is not None for trial in trials):
+            raise NoCheckpointYet(
+                f"no checkpoint of sweep {sweep_id} may be called best: evaluated again, none was what its "
+                "trial had reported; each trial's `verification` says why"
+            )
         if best is None:
             state = self.records.get_sweep(sweep_id).state
             later = "" if state in TERMINAL_STATES else "; ask again later"
@@ -336,12 +342,13 @@ class SweepController:
     def open_checkpoint(self, sweep_id: str, number: int) -> OpenCheckpoint:
         """Raises NoCheckpointYet."""
         record = self.records.get_sweep(sweep_id)
+        trial = self.views.trial(record, number)  # first: what its rows tell of is in the file by then
         try:
             file = self.store.open_best(sweep_id, number)
         except FileNotFoundError as error:
             raise NoCheckpointYet(f"the checkpoint of trial {number} of sweep {sweep_id} is gone") from error
         with closing_on_error(file):
-            archive = archive_of(file, record, self.views.trial(record, number))
+            archive = archive_of(file, record, trial)
             sha256 = hashlib.file_digest(cast(Any, archive), "sha256").hexdigest()
             archive.seek(0)
         return OpenCheckpoint(cast(BinaryIO, archive), archive.size, sha256, filename_of(sweep_id, number))

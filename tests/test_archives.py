@@ -3,7 +3,9 @@
 import hashlib
 import io
 import json
+import re
 import subprocess
+import tarfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -64,6 +66,7 @@ def detail(**changes: Any) -> TrialDetail:
         "checkpoint_sha256": SHA256,
         "runtime": "torch 2.13; threads 1",
         "device": "cpu: one",
+        "best_epoch": 3,
         **changes,
     }
     view = trial(4, "fd", 90.0, seed=7, attempt=2, params={"kappa": 0.1, "batch_size": 20}, **fields)
@@ -163,17 +166,112 @@ def test_its_bytes_are_a_function_of_file_and_rows() -> None:
         pack({**FILES, "config.json": b"\xff"}),
     ],
 )
-@pytest.mark.parametrize("state", ["RUNNING", "COMPLETE"])
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETE", "FAIL"])
 def test_a_damaged_file_is_said_to_be_and_not_sent(file: bytes, state: str) -> None:
     with pytest.raises(CheckpointDamaged, match="trial 4 of sweep s1 is not what was written"):
         archived(file, state=state)
 
 
-def test_a_file_that_is_another_than_the_trial_reported_is_not_sent() -> None:
+@pytest.mark.parametrize("state", ["COMPLETE", "PRUNED", "FAIL"])
+def test_a_file_that_is_another_than_the_trial_reported_is_not_sent(state: str) -> None:
     other = pack({**FILES, "model.safetensors": b"other"})
     with pytest.raises(CheckpointDamaged, match="is on record"):
-        archived(other)
+        archived(other, state=state)
     assert unpack(archived(other, state="RUNNING"), "it")["model.safetensors"] == b"other"
+
+
+@pytest.mark.parametrize("state", ["PRUNED", "FAIL"])
+def test_a_better_one_that_a_killed_process_had_saved_but_not_reported_is_sent(state: str) -> None:
+    ahead = pack({**FILES, "metrics.json": json.dumps({"epoch": 4, "valid_loss": 4.4}).encode()})
+    files = unpack(archived(ahead, state=state, verification=verification()), "it")
+    metrics = json.loads(files["metrics.json"])
+    assert (metrics["epoch"], metrics["verification"]) == (4, None)
+
+
+def tar_of(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for member, content in members:
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def plain_members() -> list[tuple[tarfile.TarInfo, bytes]]:
+    return [(tarfile.TarInfo(name), content) for name, content in unpack_all(pack(FILES)).items()]
+
+
+def unpack_all(file: bytes) -> dict[str, bytes]:
+    """With its sums."""
+    with tarfile.open(fileobj=io.BytesIO(file)) as archive:
+        return {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
+
+
+def link_to(name: str, kind: bytes) -> tuple[tarfile.TarInfo, bytes]:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, "/etc/passwd"
+    return member, b""
+
+
+def larger_than_the_file(name: str, size: int) -> bytes:
+    """A file whose header of this member says that it has so many bytes, of which none are there."""
+    member = tarfile.TarInfo(name)
+    member.size = size
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def flipped(file: bytes, of: bytes) -> bytes:
+    at = file.index(of)
+    return file[:at] + bytes([file[at] ^ 1]) + file[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (tar_of(*plain_members(), (tarfile.TarInfo("/etc/cron.d/x"), b"*")), "holds '/etc/cron.d/x'"),
+        (tar_of(*plain_members(), (tarfile.TarInfo("../x"), b"")), r"holds '\.\./x'"),
+        (tar_of(*plain_members(), (tarfile.TarInfo("metrics.json"), b"{}")), "twice"),
+        (tar_of(link_to("config.json", tarfile.LNKTYPE), *plain_members()[2:]), "no plain file"),
+        (tar_of(link_to("model.safetensors", tarfile.SYMTYPE)), "no plain file"),
+        (tar_of(link_to("model.safetensors", tarfile.DIRTYPE)), "no plain file"),
+        (larger_than_the_file("config.json", 10 * 2**30), "10,737,418,240 bytes"),
+        (larger_than_the_file("model.safetensors", 10 * 2**30), "unexpected end"),
+        (larger_than_the_file("model.safetensors", 2**80), "int too large"),
+        (flipped(pack(FILES), bytes(range(256))), "SHA-256 of model.safetensors"),
+        (flipped(pack(FILES), b"<unk>"), "SHA-256 of vocabulary.txt"),
+        (pack({**FILES, "metrics.json": b"[" * 10**5}), "RecursionError"),
+        (pack({**FILES, "metrics.json": b'{"epoch": 9, "valid_loss": 1e400}'}), "no finite"),
+        (pack({**FILES, "metrics.json": b'{"epoch": 9, "valid_loss": NaN}'}), "no finite"),
+        (pack({**FILES, "config.json": b"[]"}), "no object"),
+    ],
+)
+@pytest.mark.parametrize("state", ["RUNNING", "FAIL"])
+def test_what_nobody_vouches_for_is_not_believed(file: bytes, words: str, state: str) -> None:
+    """Of a trial that runs, or was ended by a kill, the file need not be the one on record."""
+    with pytest.raises(CheckpointDamaged, match=words):
+        archived(file, state=state, best_epoch=2)
+
+
+def test_a_file_with_holes_is_no_checkpoint(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.json").open("wb") as file:
+        file.truncate(2**20)
+    subprocess.run(
+        ["tar", "--sparse", "--format=gnu", "-cf", "it.tar", "metrics.json"], cwd=tmp_path, check=True
+    )
+    with pytest.raises(CheckpointDamaged, match="no plain file"):
+        archived((tmp_path / "it.tar").read_bytes(), state="RUNNING")
+
+
+def test_nobodys_words_break_the_table_of_the_readme() -> None:
+    config = json.loads(FILES["config.json"])
+    config["corpus"] = {"path": "/text/a|b\n# <b>`c"}
+    file = pack({**FILES, "config.json": json.dumps(config).encode()})
+    of = {"checkpoint_sha256": hashlib.sha256(file).hexdigest()}
+    found = verification(**of, outcome="impossible", message="ended with 1: Traceback\n  | File <x>\n")
+    readme = unpack(archived(file, **of, verification=found), "it")["README.md"].decode()
+    rows = [line for line in readme.partition("## Use it")[0].splitlines() if line.startswith("|")]
+    assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [3] * 7
+    assert "/text/a\\|b \\# \\<b\\>\\`c" in readme
 
 
 @given(

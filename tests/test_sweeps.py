@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from trials.spec import Budget, Resources, SweepRequest, SweepSpec
 from trials.store import CheckpointStore, unpack
 from trials.studies import close_open_trials, find_rows
 from trials.tasks import Failure, Task
+from trials.verification import Verification
 
 
 @pytest.fixture
@@ -197,6 +199,21 @@ def test_counts_and_curves_follow_the_trials(
     assert first.draw != third.draw
 
 
+def test_where_all_are_refused_none_is_called_best_and_it_is_said_why(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore
+) -> None:
+    sweep_id = controller.create(asked).id
+    ledger = start(controller, sweep_id, store)
+    task = take(ledger)
+    ledger.record(task, report(task, 1))
+    journal = SweepJournal(controller.records, sweep_id, 1)
+    sha256 = controller.trial(sweep_id, 0).checkpoint_sha256
+    journal.record_verification(0, Verification("differs", sha256, message="it is another one"))
+    with pytest.raises(NoCheckpointYet, match=r"may be called best: .* `verification` says why"):
+        controller.best(sweep_id)
+    assert controller.get(sweep_id).best is None
+
+
 def test_time_left_is_what_the_pace_so_far_makes_of_the_rest(
     controller: SweepController, asked: SweepSpec, store: CheckpointStore
 ) -> None:
@@ -251,6 +268,28 @@ def test_best_checkpoint_is_the_best_trials_and_is_not_disturbed(
     assert (checkpoint.sha256, checkpoint.size) == (hashlib.sha256(content).hexdigest(), len(content))
     assert unpack(content, "best")["model.safetensors"] == good["model.safetensors"]
     assert checkpoint.filename == f"{sweep_id}-t00000-best.tar"
+
+
+def test_trial_that_ends_while_its_checkpoint_is_opened_is_not_called_damaged(
+    controller: SweepController, asked: SweepSpec, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep_id = controller.create(asked).id
+    ledger = start(controller, sweep_id, store)
+    task = take(ledger)
+    store.save_best(sweep_id, 0, checkpoint_files(task, 1, 4.0))
+    ledger.record(task, report(task, 1))
+    opening = controller.store.open_best
+
+    def opening_slowly(*which: Any) -> Any:
+        file = opening(*which)
+        sha256 = store.save_best(sweep_id, 0, checkpoint_files(task, 2, 3.0))
+        ledger.record(task, replace(report(task, 2), checkpoint_sha256=sha256, finished=True))
+        return file
+
+    monkeypatch.setattr(controller.store, "open_best", opening_slowly)
+    with controller.trial_checkpoint(sweep_id, 0).file as file:
+        assert json.loads(unpack(file.read(), "it")["metrics.json"])["epoch"] == 1
+    assert controller.trial(sweep_id, 0).state == "COMPLETE"
 
 
 def test_checkpoint_that_is_gone_from_the_store_is_said_to_be(
