@@ -2,10 +2,12 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +23,14 @@ from service.launcher import findable
 from service.records import Records
 from service.settings import Settings
 from service.studies import open_storage
-from tests.fakes import MemoryJournal, open_ledger, spec
-from trials.driver import _ray_has_died, drive, require_gpu, room_for
-from trials.ledger import Orders
+from tests.fakes import MemoryJournal, open_ledger, report, spec, verified
+from trials.driver import EXIT_UNSETTLED, PauseSwitch, _ray_has_died, _Watch, drive, require_gpu, room_for
+from trials.ledger import JournalAway, Orders, StudyLedger
+from trials.search import StudySearch
 from trials.spec import Resources, SweepSpec
+from trials.store import CheckpointStore
 from trials.studies import open_study
+from trials.verification import Check, Verification, Verifier
 
 
 @pytest.fixture
@@ -158,3 +163,140 @@ def test_a_gpu_that_torch_cannot_use_is_said_before_any_trial(tmp_path: Path) ->
     task = ledger.next_task()
     assert task is not None
     assert (task.device, task.gpu_share) == ("cuda", 0.5)
+
+
+# A limit of the budget, reached while trials run.
+
+
+class Left(BaseException):
+    """The driver's process is gone."""
+
+
+class AbsentJournal(MemoryJournal):
+    """Whose database is away for so many beats of the watch."""
+
+    absences = 0
+
+    def beat(self) -> Orders:
+        if threading.current_thread() is threading.main_thread() and self.absences:
+            self.absences -= 1
+            raise JournalAway("no route to it")
+        return super().beat()
+
+
+@pytest.fixture
+def journal(monkeypatch: pytest.MonkeyPatch) -> AbsentJournal:
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(trials.driver, "leave", leave)
+    monkeypatch.setattr(trials.driver, "BEAT_S", 0.01)
+    return AbsentJournal()
+
+
+@pytest.fixture
+def worker() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "99"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def ledger(journal: AbsentJournal) -> StudyLedger:
+    """Of a sweep that has run for long enough."""
+    asked = spec(budget={"trials": 6, "wall_s": 100})
+    return open_ledger(asked, InMemoryStorage(), journal)
+
+
+def run_watch(
+    ledger: StudyLedger,
+    journal: MemoryJournal,
+    verifier: Verifier,
+    worker: subprocess.Popen[bytes],
+    write_down: Callable[[], None],
+) -> int:
+    """With a trial that has done one epoch, in a process that was heard of. Returns what it leaves with."""
+    search = StudySearch(ledger, {})
+    task = search.suggest("a")["task"]
+    search.on_report("a", worker.pid)
+    ledger.record(task, report(task, 1))
+    journal.orders = replace(journal.orders, running_s=100.0)
+    pause = PauseSwitch(CheckpointStore("memory://"), ledger.sweep_id, "d")
+    with pytest.raises(Left) as left:
+        _Watch(ledger, journal, search, pause, verifier, write_down).run()
+    return int(left.value.args[0])
+
+
+def test_at_a_limit_the_trials_processes_are_killed_and_then_the_best_is_verified_and_then_it_ends(
+    ledger: StudyLedger, journal: AbsentJournal, worker: subprocess.Popen[bytes]
+) -> None:
+    said: list[object] = []
+
+    def looking(check: Check) -> Verification:
+        said.append(("killed", worker.wait(10)))
+        return verified(check)
+
+    code = run_watch(ledger, journal, Verifier(ledger, looking), worker, lambda: said.append("written down"))
+    assert said == [("killed", -signal.SIGKILL), "written down"]
+    assert (code, journal.verified[0].outcome) == (0, "verified")
+
+
+def test_the_lease_is_renewed_while_the_best_is_verified_after_a_limit(
+    ledger: StudyLedger, journal: AbsentJournal, worker: subprocess.Popen[bytes]
+) -> None:
+    beats: list[str] = []
+    many = threading.Event()
+
+    def counted() -> Orders:
+        if threading.current_thread() is threading.main_thread():
+            beats.append("")
+            if len(beats) > 10:
+                many.set()
+        return MemoryJournal.beat(journal)
+
+    def looking(check: Check) -> Verification:
+        journal.beat = counted  # type: ignore[method-assign]
+        assert many.wait(10)
+        return verified(check)
+
+    assert run_watch(ledger, journal, Verifier(ledger, looking), worker, lambda: None) == 0
+
+
+def test_what_keeps_the_best_from_being_verified_keeps_the_sweep_from_its_end(
+    ledger: StudyLedger, journal: AbsentJournal, worker: subprocess.Popen[bytes]
+) -> None:
+    def failing(check: Check) -> Verification:
+        raise JournalAway("it has been away for longer than anybody waits")
+
+    def written() -> None:
+        raise Left(-1)
+
+    assert run_watch(ledger, journal, Verifier(ledger, failing), worker, written) == EXIT_UNSETTLED
+    assert journal.verified == {}
+
+
+def test_a_database_that_is_away_after_a_limit_is_asked_again_no_more_often_than_before(
+    ledger: StudyLedger,
+    journal: AbsentJournal,
+    worker: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float | None] = []
+
+    class Done(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if journal.absences:
+                waits.append(timeout)
+            return super().wait(timeout)
+
+    def looking(check: Check) -> Verification:
+        journal.absences = 5
+        while journal.absences:
+            threading.Event().wait(0.001)
+        return verified(check)
+
+    monkeypatch.setattr("trials.driver.threading.Event", Done)
+    assert run_watch(ledger, journal, Verifier(ledger, looking), worker, lambda: None) == 0
+    assert waits.count(trials.driver.BEAT_S) >= 4
+    assert waits.count(0) <= 1

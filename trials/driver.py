@@ -36,6 +36,7 @@ BEAT_S = 2.0
 EXIT_FENCED = 0
 STORES_SECRETS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"}
 EXIT_RAY_DIED = 75  # EX_TEMPFAIL: start another driver
+EXIT_UNSETTLED = EXIT_RAY_DIED
 
 
 def drive(
@@ -192,6 +193,7 @@ class _Watch(threading.Thread):
         self._deciding = threading.Lock()
         self._last_words: threading.Thread | None = None
         """Begun where a limit ends the sweep: what is still done before the process ends."""
+        self._is_settled = False
 
     def leave_ray_alone(self) -> None:
         """Tune is done with it: from now on limits are for who has called this."""
@@ -206,11 +208,15 @@ class _Watch(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        while not self._done.wait(0 if self._last_words else BEAT_S):
+        pause_s = BEAT_S
+        while not self._done.wait(pause_s):
+            pause_s = BEAT_S
             if _ray_has_died(self.ray_is_up.is_set()) and not self._ray_may_go.is_set():
                 leave(EXIT_RAY_DIED)
             try:
                 self._look()
+                if self._last_words is not None:  # which it has waited for
+                    pause_s = 0.0
             except Fenced:
                 leave(EXIT_FENCED)
             except Exception:  # the database or the store is away: the lease outlasts several beats
@@ -220,8 +226,16 @@ class _Watch(threading.Thread):
     def _come_to_an_end(self) -> None:
         if self._ledger.end_open_trials():
             self._search.end_all()
-            self._last_words = threading.Thread(target=self._verifier.settle, name="verifier", daemon=True)
+            self._last_words = threading.Thread(target=self._settle, name="verifier", daemon=True)
             self._last_words.start()
+
+    def _settle(self) -> None:
+        try:
+            self._verifier.settle()
+        except Exception:  # fenced, or the database was away for too long: the next driver verifies
+            log.exception("the best checkpoint could not be verified")
+            return
+        self._is_settled = True
 
     def _look(self) -> None:
         orders = self._journal.beat()
@@ -232,6 +246,8 @@ class _Watch(threading.Thread):
         if self._last_words is not None:
             self._last_words.join(BEAT_S)
             if not self._last_words.is_alive():
+                if not self._is_settled:
+                    leave(EXIT_UNSETTLED)
                 self._write_down()
                 leave(0)
             return
