@@ -238,6 +238,11 @@ class Records:
             _require_legal(row, "retry_failed")
             again = sorted({*numbers, *(row["retry_numbers"] or [])})
             _move(connection, row, "retry_failed", {"retry_numbers": again})
+            connection.execute(  # trained again they come to the same file, which may have been damaged
+                delete(verifications).where(
+                    (verifications.c.sweep_id == sweep_id) & verifications.c.number.in_(numbers)
+                )
+            )
             connection.execute(  # what was stopped is not to stop again
                 update(trial_wishes)
                 .where((trial_wishes.c.sweep_id == sweep_id) & trial_wishes.c.number.in_(numbers))

@@ -74,7 +74,7 @@ def detail(**changes: Any) -> TrialDetail:
 
 
 def verification(**changes: Any) -> VerificationView:
-    found = asdict(verified(Check("s1", 4, 3, SHA256, "cpu", ASKED.corpus, "cpu", 1, 60.0)))
+    found = asdict(verified(Check("s1", 4, 3, 4.5, SHA256, "cpu", ASKED.corpus, "cpu", 1, 60.0)))
     return VerificationView(**{**found, "verified_at": RECORD.created_at, **changes})
 
 

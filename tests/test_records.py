@@ -253,6 +253,16 @@ def test_what_came_of_verifying_is_kept_once_a_trial_and_told_each_time(
     assert events[0]["detail"]["message"] == "no \N{REPLACEMENT CHARACTER} text"
 
 
+def test_of_a_trial_that_is_tried_again_nothing_is_known(claimed: SweepRecord, records: Records) -> None:
+    """It comes to the same file, bit for bit: one that was damaged would be refused for ever."""
+    journal = SweepJournal(records, "s1", 1)
+    for number in (2, 3):
+        journal.record_verification(number, Verification("damaged", "0f" * 32))
+    records.finish("s1", 1, "fail")
+    records.retry("s1", [3])
+    assert set(records.verifications("s1")) == {2}
+
+
 def test_beat_renews_the_lease(claimed: SweepRecord, records: Records) -> None:
     SweepJournal(records, "s1", 1).beat()
     renewed = records.get_sweep("s1").lease_until

@@ -22,6 +22,7 @@ from trials.attempt import describe_device, run_attempt
 from trials.checkpoints import BestCheckpoint, read_best
 from trials.corpora import PathCorpus
 from trials.ledger import StudyLedger
+from trials.spec import Budget
 from trials.store import CheckpointStore
 from trials.tasks import Task
 from trials.verification import Check, InFreshProcess, Verification, Verifier
@@ -57,9 +58,8 @@ def store(tmp_path: Path) -> CheckpointStore:
 def check(store: CheckpointStore, checkpoint: BestCheckpoint, corpus: PathCorpus, **changes: Any) -> Check:
     """Put a checkpoint where the trial would have; what the driver would then have looked at."""
     sha256 = store.save_best("s1", 0, checkpoint.files())
-    asked = Check(
-        "s1", 0, checkpoint.metrics["epoch"], sha256, describe_device("cpu"), corpus, "cpu", 1, timeout_s=60
-    )
+    epoch, loss = checkpoint.metrics.get("epoch", 1), checkpoint.metrics.get("valid_loss", 5.0)
+    asked = Check("s1", 0, epoch, loss, sha256, describe_device("cpu"), corpus, "cpu", 1, timeout_s=60)
     return replace(asked, **changes)
 
 
@@ -140,9 +140,32 @@ def test_a_file_that_is_gone_or_another_than_reported_is_damaged(
 def test_a_file_of_a_later_epoch_than_reported_is_held_against_its_own_loss(
     trained: BestCheckpoint, corpus: PathCorpus, store: CheckpointStore
 ) -> None:
-    asked = check(store, trained, corpus, checkpoint_sha256="0" * 64, epoch=trained.metrics["epoch"] - 1)
+    epoch, loss = trained.metrics["epoch"], trained.metrics["valid_loss"]
+    earlier = {"epoch": epoch - 1, "valid_loss": loss + 0.1}
+    asked = check(store, trained, corpus, checkpoint_sha256="0" * 64, **earlier)
     found = verify(asked, store, Path(), None)
-    assert (found.outcome, found.epoch) == ("verified", trained.metrics["epoch"])
+    assert (found.outcome, found.epoch, found.recorded_valid_loss) == ("verified", epoch, loss)
+    reported = verify(check(store, trained, corpus, **earlier), store, Path(), None)
+    assert reported.outcome == "verified", "an attempt that went on reported the earlier epoch with this file"
+    worse = verify(replace(asked, valid_loss=loss - 0.1), store, Path(), None)
+    assert worse.outcome == "damaged", "an attempt saves what is better, and nothing else"
+
+
+def test_a_loss_on_record_that_the_file_does_not_have_is_not_verified(
+    trained: BestCheckpoint, corpus: PathCorpus, store: CheckpointStore
+) -> None:
+    loss = trained.metrics["valid_loss"] - 1e-3
+    found = verify(check(store, trained, corpus, valid_loss=loss), store, Path(), None)
+    assert (found.outcome, f"reported {loss:.9f}" in (found.message or "")) == ("damaged", True)
+
+
+def test_for_a_file_that_is_gone_no_process_is_started(
+    trained: BestCheckpoint, corpus: PathCorpus, store: CheckpointStore, tmp_path: Path
+) -> None:
+    asked = check(store, trained, corpus, timeout_s=0.01)
+    store.discard_best("s1", 0)
+    found = InFreshProcess(tmp_path.as_uri(), tmp_path, None)(asked)
+    assert (found.outcome, found.message) == ("damaged", "its file is gone")
 
 
 def test_without_the_text_that_it_was_trained_on_nothing_is_known(
@@ -246,6 +269,8 @@ def test_what_cannot_be_evaluated_is_said_and_does_not_keep_the_sweep(
 ) -> None:
     Verifier(ledger, lambda check: replace(verified(check), outcome="impossible")).settle()
     assert {number: of.outcome for number, of in journal.verified.items()} == {1: "impossible"}
+    Verifier(ledger, verified).settle()  # of the next driver: the text may be back
+    assert {number: of.outcome for number, of in journal.verified.items()} == {1: "verified"}
 
 
 def test_while_trials_run_it_verifies_now_and_then_and_prepares_for_the_end(
@@ -274,9 +299,33 @@ def test_while_trials_run_it_verifies_now_and_then_and_prepares_for_the_end(
 
 
 def test_a_pause_is_not_kept_waiting(ledger: StudyLedger, journal: MemoryJournal) -> None:
-    wish(journal, state="pausing")
+    wish(journal, state="pausing", budget=Budget(trials=5))
     Verifier(ledger, verified).settle()
     assert journal.verified == {}
+
+
+def test_a_pause_asked_for_when_all_trials_have_ended_leaves_no_end_without_verifying(
+    ledger: StudyLedger, journal: MemoryJournal
+) -> None:
+    """Such a sweep is not paused: it ends."""
+    wish(journal, state="pausing")
+    Verifier(ledger, verified).settle()
+    assert ledger.done
+    assert journal.verified[1].outcome == "verified"
+
+
+def test_a_process_has_time_to_load_torch_however_soon_a_trial_is_taken_for_hung(
+    journal: MemoryJournal,
+) -> None:
+    for hang_s, timeout_s in ((1, 300), (1800, 1800)):
+        asked = spec(training={"epochs": 1}, retry={"hang_s": hang_s})
+        ledger = open_ledger(asked, InMemoryStorage(), journal)
+        task = ledger.next_task()
+        assert task is not None
+        ledger.record(task, report(task, 1))
+        check = ledger.next_check()
+        assert check is not None
+        assert check.timeout_s == timeout_s
 
 
 def test_a_trial_that_went_on_is_looked_at_again(ledger: StudyLedger, journal: MemoryJournal) -> None:
@@ -314,5 +363,5 @@ def test_what_is_refused_is_never_called_best(outcome: Any, best: int) -> None:
 
 
 def verified_view(outcome: Any) -> VerificationView:
-    found = verified(Check("s1", 1, 3, "0f" * 32, "cpu", PathCorpus(path="/text"), "cpu", 1, 60.0))
+    found = verified(Check("s1", 1, 3, 4.5, "0f" * 32, "cpu", PathCorpus(path="/text"), "cpu", 1, 60.0))
     return VerificationView(**{**asdict(found), "outcome": outcome}, verified_at=now())

@@ -26,7 +26,7 @@ from trials.spec import Budget, FailureClass, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import ENDED_FROM_OUTSIDE, ENDED_WELL, open_study, set_failure
 from trials.tasks import Failure, Report, Task
-from trials.verification import REFUSED, Check, Outcome, Verification
+from trials.verification import LEAST_TIMEOUT_S, REFUSED, Check, Outcome, Verification
 
 log = logging.getLogger(__name__)
 
@@ -533,17 +533,17 @@ class StudyLedger:
     def next_check(self) -> Check | None:
         """What is to be verified before it is called best: see trials.verification.Ledger."""
         self.heed(self._journal.beat())
-        if self._orders.state == "pausing":
+        if self._orders.state == "pausing" and not self.done:
             return None
         verified = self._journal.verifications()
         usable = [row for row in self._study.get_trials(deepcopy=False) if may_be_best(row)]
         usable.sort(key=lambda row: (row.user_attrs["best_valid_loss"], row.number))
         for row in usable:
             outcome, of = verified.get(row.number, (None, None))
-            if outcome is None or of != row.user_attrs.get("checkpoint_sha256"):
-                return self._check_of(row)
+            if of != row.user_attrs.get("checkpoint_sha256"):
+                outcome = None
             if outcome not in REFUSED:
-                return None
+                return None if outcome == "verified" else self._check_of(row)
         return None
 
     def _check_of(self, row: FrozenTrial) -> Check:
@@ -551,12 +551,13 @@ class StudyLedger:
             sweep_id=self.sweep_id,
             number=row.number,
             epoch=row.user_attrs["best_epoch"],
+            valid_loss=row.user_attrs["best_valid_loss"],
             checkpoint_sha256=row.user_attrs.get("checkpoint_sha256"),
             device=row.user_attrs.get("device"),
             corpus=self._spec.corpus,
             on=self._device,
             threads=max(1, int(self._spec.resources.cpus)),
-            timeout_s=self._spec.retry.hang_s,
+            timeout_s=max(self._spec.retry.hang_s, LEAST_TIMEOUT_S),
         )
 
     @_patient

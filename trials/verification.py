@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,6 +18,7 @@ from typing import Any, Literal, Protocol
 from pydantic import TypeAdapter
 
 from trials.corpora import CorpusSpec
+from trials.store import CheckpointStore
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +31,12 @@ SHARE = 40
 FIRST_AFTER_S = 200.0
 """Seconds until a running sweep verifies for the first time: a small one does so at its end alone."""
 LOOK_EVERY_S = 2.0
+LEAST_TIMEOUT_S = 300.0
+"""However soon a silent trial is taken for hung: this process says nothing before its end."""
 _CORPUS: TypeAdapter[CorpusSpec] = TypeAdapter(CorpusSpec)
 
 Outcome = Literal["verified", "differs", "damaged", "impossible"]
+GONE = "its file is gone"
 REFUSED: tuple[Outcome, ...] = ("differs", "damaged")
 """What is never called best."""
 
@@ -44,6 +49,8 @@ class Check:
     number: int
     epoch: int
     """Of the best loss on record."""
+    valid_loss: float
+    """That loss, in nats per token."""
     checkpoint_sha256: str | None
     """On record."""
     device: str | None
@@ -94,6 +101,7 @@ class InFreshProcess:
 
     def __init__(self, store_url: str, data_dir: Path, shared: Path | None) -> None:
         self._where = [store_url, str(data_dir), *([str(shared)] if shared else [])]
+        self._store = CheckpointStore(store_url)
         self._waiting: subprocess.Popen[str] | None = None
 
     def prepare(self) -> None:
@@ -109,6 +117,9 @@ class InFreshProcess:
             self._waiting = None
 
     def __call__(self, check: Check) -> Verification:
+        with suppress(Exception):  # the store is away: the process says so
+            if not self._store.has_best(check.sweep_id, check.number):  # thousands may be, by `retention`
+                return Verification("damaged", check.checkpoint_sha256, message=GONE)
         began = time.monotonic()
         try:
             if self._waiting is not None and self._waiting.poll() is not None:
@@ -123,7 +134,7 @@ class InFreshProcess:
                 return Verification(**json.loads(said.splitlines()[-1]))
             words = f"its process ended with {process.returncode}: {error.strip()[-2000:]}"
         except subprocess.TimeoutExpired:
-            words = f"it took longer than retry.hang_s, {check.timeout_s:g} s"
+            words = f"it took longer than {check.timeout_s:g} s: raise retry.hang_s"
         except (OSError, ValueError, IndexError, TypeError) as error:
             words = f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - began
@@ -149,7 +160,7 @@ class Ledger(Protocol):
     def next_check(self) -> Check | None:
         """Of the best trial that has ended and was not refused, unless it is verified already.
 
-        None also while the sweep is being paused.
+        None also while trials are being paused. One that could not be evaluated is asked for again.
         """
 
     def record_verification(self, number: int, verification: Verification) -> None:
@@ -173,9 +184,12 @@ class Verifier:
     def settle(self) -> None:
         """Until the best is verified, or cannot be. From then on nothing is verified in passing."""
         self._over.set()
+        outcome: Outcome | None = None
         with self._turn:
-            while (check := self._ledger.next_check()) is not None:
-                self._ledger.record_verification(check.number, self._verify(check))
+            while outcome != "impossible" and (check := self._ledger.next_check()) is not None:
+                verification = self._verify(check)
+                outcome = verification.outcome
+                self._ledger.record_verification(check.number, verification)
 
     def _run(self) -> None:
         due_at = time.monotonic() + FIRST_AFTER_S
@@ -188,8 +202,10 @@ class Verifier:
                     if self._ledger.is_running_out:
                         self._prepare()
                     elif began >= due_at:
-                        self._verify_in_passing()
-                        due_at = time.monotonic() + SHARE * (time.monotonic() - began)
+                        try:
+                            self._verify_in_passing()
+                        finally:
+                            due_at = time.monotonic() + SHARE * (time.monotonic() - began)
             except Exception:  # fenced, or the database is away: the watch sees to that
                 log.exception("the best checkpoint so far could not be verified")
 

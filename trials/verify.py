@@ -20,7 +20,7 @@ from trials.checkpoints import BestCheckpoint, read_best, rebuilt
 from trials.corpora import Corpus, CorpusError
 from trials.evaluation import evaluate
 from trials.store import CheckpointStore, CorruptCheckpoint
-from trials.verification import TOLERANCE, TOLERANCE_ELSEWHERE, Check, Verification
+from trials.verification import GONE, TOLERANCE, TOLERANCE_ELSEWHERE, Check, Verification
 
 
 def verify(check: Check, store: CheckpointStore, data_dir: Path, shared: Path | None) -> Verification:
@@ -48,7 +48,7 @@ def _verified(
         with store.open_best(check.sweep_id, check.number) as file:
             content = file.read()
     except FileNotFoundError as error:
-        raise FileNotFoundError("its file is gone") from error
+        raise FileNotFoundError(GONE) from error
     sha256 = hashlib.sha256(content).hexdigest()
     checkpoint = read_best(io.BytesIO(content))
     epoch, recorded = _claimed(checkpoint)
@@ -60,8 +60,13 @@ def _verified(
         tolerance=TOLERANCE if check.device in (None, so_far.device) else TOLERANCE_ELSEWHERE,
     )
     # An attempt that was ended between saving and reporting has left a better one than is on record.
-    if sha256 != check.checkpoint_sha256 and epoch <= check.epoch:
+    is_ahead = epoch > check.epoch and recorded < check.valid_loss
+    if sha256 != check.checkpoint_sha256 and not is_ahead:
         raise CorruptCheckpoint("the file is not the one that the trial reported: its SHA-256 differs")
+    if recorded != check.valid_loss and not is_ahead:
+        raise CorruptCheckpoint(
+            f"its metrics say {recorded:.9f}, and the trial reported {check.valid_loss:.9f}"
+        )
     model = rebuilt(checkpoint).to(check.on)
     corpus = load_text(check.corpus, data_dir, shared)
     _require_same_text(checkpoint, corpus)
