@@ -5,6 +5,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from tests.test_report import trial
 from trials.attempt import describe_device, run_attempt
 from trials.checkpoints import BestCheckpoint, read_best
 from trials.corpora import PathCorpus
-from trials.ledger import StudyLedger
+from trials.ledger import Fenced, StudyLedger
 from trials.spec import Budget
 from trials.store import CheckpointStore
 from trials.tasks import Task
-from trials.verification import Check, InFreshProcess, Verification, Verifier
+from trials.verification import Check, InFreshProcess, Verification, Verifier, Verify
 from trials.verify import verify
 
 # What the fresh process does.
@@ -102,6 +103,25 @@ def test_on_another_device_more_rounding_is_allowed(
     assert verify(asked, store, Path(), None).outcome == "differs"
     elsewhere = verify(replace(asked, device="cuda: another"), store, Path(), None)
     assert (elsewhere.outcome, elsewhere.tolerance) == ("verified", 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "outcome"),
+    [(1e-6, "verified"), (-1e-6, "verified"), (1.0001e-6, "differs"), (nan, "differs"), (inf, "differs")],
+)
+def test_the_tolerance_is_what_is_said_and_no_more(
+    trained: BestCheckpoint,
+    corpus: PathCorpus,
+    store: CheckpointStore,
+    loss: float,
+    outcome: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trials.verify.evaluate", lambda model, split: loss)
+    nothing_lost = replace(trained, metrics={**trained.metrics, "valid_loss": 0.0})
+    found = verify(check(store, nothing_lost, corpus), store, Path(), None)
+    assert found.outcome == outcome
+    assert (found.message is None) == (outcome == "verified")
 
 
 @pytest.mark.parametrize(
@@ -349,6 +369,107 @@ def test_trials_that_run_or_failed_of_themselves_are_not_looked_at(journal: Memo
     asked = ledger.next_check()
     assert asked is not None
     assert (asked.number, asked.epoch, asked.on) == (running.number, 2, "cpu")
+
+
+class Clock:
+    """The module's time, which passes where it is waited for, and the event that is waited for."""
+
+    def __init__(self, until: float) -> None:
+        self.at, self._until = 0.0, until
+
+    def monotonic(self) -> float:
+        return self.at
+
+    def is_set(self) -> bool:
+        return False
+
+    def wait(self, pause_s: float) -> bool:
+        self.at += pause_s
+        return self.at > self._until
+
+
+def run_in_passing(
+    ledger: StudyLedger, journal: MemoryJournal, verify: Verify, monkeypatch: pytest.MonkeyPatch
+) -> list[float]:
+    """When in a thousand seconds it verifies, with a verification that takes ten of them."""
+    wish(journal, budget=Budget(trials=5))
+    ledger.heed(journal.beat())
+    clock = Clock(1000)
+    began_at: list[float] = []
+
+    def verify_slowly(check: Check) -> Verification:
+        began_at.append(clock.at)
+        clock.at += 10
+        return verify(check)
+
+    monkeypatch.setattr(trials.verification, "time", clock)
+    verifier = Verifier(ledger, verify_slowly)
+    monkeypatch.setattr(verifier, "_over", clock)
+    verifier._run()
+    return began_at
+
+
+def test_while_trials_run_the_best_is_verified_once(
+    ledger: StudyLedger, journal: MemoryJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_in_passing(ledger, journal, verified, monkeypatch) == [200]
+    assert journal.verified[1].outcome == "verified"
+
+
+def test_what_cannot_be_evaluated_in_passing_takes_a_fortieth_of_the_time_and_is_left_to_the_end(
+    ledger: StudyLedger, journal: MemoryJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vain(check: Check) -> Verification:
+        return replace(verified(check), outcome="impossible")
+
+    assert run_in_passing(ledger, journal, vain, monkeypatch) == [200, 610]
+    assert journal.verified == {}
+
+
+def test_trouble_in_passing_is_no_end_of_it_and_takes_no_more_of_the_time(
+    ledger: StudyLedger, journal: MemoryJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    troubles = [OSError("the store is away")]
+
+    def troubled(check: Check) -> Verification:
+        if troubles:
+            raise troubles.pop()
+        return verified(check)
+
+    assert run_in_passing(ledger, journal, troubled, monkeypatch) == [200, 610]
+    assert journal.verified[1].outcome == "verified"
+
+
+def test_the_end_waits_for_what_is_being_verified_and_does_not_do_it_again(
+    ledger: StudyLedger, journal: MemoryJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[int] = []
+    looking, twice = threading.Event(), threading.Event()
+
+    def long(check: Check) -> Verification:
+        looked_at.append(check.number)
+        if len(looked_at) > 1:
+            twice.set()
+        looking.set()
+        twice.wait(0.3)
+        return verified(check)
+
+    monkeypatch.setattr(trials.verification, "FIRST_AFTER_S", 0)
+    monkeypatch.setattr(trials.verification, "LOOK_EVERY_S", 0.01)
+    wish(journal, budget=Budget(trials=5))
+    ledger.heed(journal.beat())
+    verifier = Verifier(ledger, long)
+    verifier.start()
+    assert looking.wait(10)
+    verifier.settle()
+    assert looked_at == [1]
+    assert verifier._over.is_set(), "nothing is verified in passing any more"
+
+
+def test_who_was_fenced_is_not_asked_what_to_verify(ledger: StudyLedger, journal: MemoryJournal) -> None:
+    journal.fenced = True
+    with pytest.raises(Fenced):
+        Verifier(ledger, verified).settle()
 
 
 @pytest.mark.parametrize(
