@@ -165,6 +165,25 @@ def test_a_gpu_that_torch_cannot_use_is_said_before_any_trial(tmp_path: Path) ->
     assert (task.device, task.gpu_share) == ("cuda", 0.5)
 
 
+def test_a_driver_that_finds_all_trials_ended_and_none_verified_verifies_before_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before it may have died between the two."""
+    asked, journal = spec(training={"epochs": 1}, budget={"trials": 1}), MemoryJournal()
+    ledger = open_ledger(asked, InMemoryStorage(), journal)
+    task = ledger.next_task()
+    assert task is not None
+    ledger.record(task, report(task, 1))
+    found: list[str] = []
+    monkeypatch.setattr(trials.driver, "InFreshProcess", lambda *where: verified)
+
+    def end() -> None:
+        found.append(journal.verified[0].outcome)
+
+    drive(ledger, journal, asked, store_url="memory://", data_dir=tmp_path, scratch=tmp_path, end=end)
+    assert found == ["verified"]
+
+
 # A limit of the budget, reached while trials run.
 
 

@@ -212,6 +212,9 @@ def test_where_all_are_refused_none_is_called_best_and_it_is_said_why(
     with pytest.raises(NoCheckpointYet, match=r"may be called best: .* `verification` says why"):
         controller.best(sweep_id)
     assert controller.get(sweep_id).best is None
+    journal.record_verification(0, Verification("differs", "0f" * 32, message="it was of an earlier epoch"))
+    assert controller.best(sweep_id).verification is None
+    assert controller.trial(sweep_id, 0).verification is None
 
 
 def test_time_left_is_what_the_pace_so_far_makes_of_the_rest(

@@ -169,6 +169,8 @@ def test_a_file_of_a_later_epoch_than_reported_is_held_against_its_own_loss(
     assert reported.outcome == "verified", "an attempt that went on reported the earlier epoch with this file"
     worse = verify(replace(asked, valid_loss=loss - 0.1), store, Path(), None)
     assert worse.outcome == "damaged", "an attempt saves what is better, and nothing else"
+    same = verify(replace(asked, epoch=epoch), store, Path(), None)
+    assert same.outcome == "damaged", "of one epoch there is one file"
 
 
 def test_a_loss_on_record_that_the_file_does_not_have_is_not_verified(
