@@ -30,7 +30,7 @@ from trials.search import StudySearch
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import open_study
-from trials.verification import Check, Verification, Verifier
+from trials.verification import Check, InFreshProcess, Verification, Verifier
 
 
 @pytest.fixture
@@ -175,7 +175,12 @@ def test_a_driver_that_finds_all_trials_ended_and_none_verified_verifies_before_
     assert task is not None
     ledger.record(task, report(task, 1))
     found: list[str] = []
-    monkeypatch.setattr(trials.driver, "InFreshProcess", lambda *where: verified)
+
+    class Fresh(InFreshProcess):
+        def __call__(self, check: Check) -> Verification:
+            return verified(check)
+
+    monkeypatch.setattr(trials.driver, "InFreshProcess", Fresh)
 
     def end() -> None:
         found.append(journal.verified[0].outcome)
