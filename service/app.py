@@ -33,8 +33,8 @@ from service.studies import open_closing_storage
 from service.sweeps import build_controller
 from service.tokens import Tokens
 from service.turns import LOOKS_AT_ONCE_OVER_A_NETWORK, looks
-from service.version import own_version
 from service.webhooks import Deliverer, Webhooks
+from trials.version import own_version
 
 DESCRIPTION = """Searches hyperparameters of regularized LSTM language models.
 

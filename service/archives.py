@@ -21,7 +21,6 @@ from service.errors import CheckpointDamaged
 from service.records import SweepRecord
 from service.report_texts import escaped
 from service.schemas import ENDED, TrialDetail
-from service.version import own_version
 from service.views import find_spec
 from trials.perplexity import perplexity
 from trials.store import SUMS
@@ -236,7 +235,7 @@ def _provenance(
             "params": trial.params,
         },
         "seed": trial.seed,
-        "versions": {"fraternal": own_version(), "runtime": trial.runtime},
+        "runtime": trial.runtime,
         "corpus": config["corpus"],
         "corpus_sha256": config["corpus_sha256"],
         "device": trial.device,

@@ -29,8 +29,8 @@ from service.database import migrate, now
 from service.errors import CommandFailed
 from service.revisions import OPTUNAS, OURS, check_schema, shown
 from service.settings import Settings
-from service.version import own_version
 from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, unpack
+from trials.version import own_version
 
 DATABASE, CHECKPOINTS, CORPORA, MANIFEST = "fraternal.db", "checkpoints", "corpora", "backup.json"
 FORMAT = 1

@@ -27,8 +27,8 @@ from optuna_dashboard import save_note
 from sqlalchemy import Select, insert, literal, select
 
 from service.exports import Moment
-from service.version import own_version
 from service.views import find_spec
+from trials.version import own_version
 
 ROWS_AT_ONCE = 1000
 NUMBERED = {"study_id", "trial_id"}

@@ -34,8 +34,8 @@ from service.lifecycle import WITH_DRIVER, State
 from service.reconciler import Reconciler
 from service.schemas import TrialState
 from service.tables import epochs, sweeps, totals
-from service.version import own_version
 from trials.spec import FailureClass
+from trials.version import own_version
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 """A client may send any word as the method: all others are one."""

@@ -25,9 +25,9 @@ from service.report_texts import MOST_COMPARISONS, counts_line, number, pairs_li
 from service.schemas import ENDED, TrialView
 from service.settings import Settings
 from service.studies import open_storage
-from service.version import own_version
 from service.views import SweepViews
 from trials.perplexity import finite_perplexity
+from trials.version import own_version
 
 
 def write_page(story: Story, pictures: Sequence[Picture]) -> str:

@@ -18,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from service.errors import CommandFailed, IncompatibleDatabase
-from service.version import own_version
+from trials.version import own_version
 
 VERSION_TABLE = "fraternal_alembic_version"
 

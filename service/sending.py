@@ -18,7 +18,7 @@ import httpx
 from standardwebhooks import Webhook as Signer
 
 from service.database import now
-from service.version import own_version
+from trials.version import own_version
 
 TIMEOUT_S = 10.0
 """For all of it, but for the time that a name server takes."""

@@ -25,12 +25,12 @@ from service.schemas import (
     TrialView,
     VerificationView,
 )
-from service.version import own_version
 from trials.perplexity import finite_perplexity
 from trials.rows import Remembered, StudyRows, TrialReader, TrialRow, read_study_attributes
 from trials.spec import SweepSpec
 from trials.studies import ENDED_FROM_OUTSIDE, DamagedRows
 from trials.verification import REFUSED
+from trials.version import own_version
 
 CHANGING = MOVING - {"queued"}
 """Of any other state, a sweep looks the same until its stamp is another one."""

@@ -122,7 +122,7 @@ def test_it_says_where_it_comes_from_and_how_it_came_out() -> None:
         "params": {"kappa": 0.1, "batch_size": 20},
     }
     assert (provenance["seed"], provenance["device"]) == (7, "cpu: one")
-    assert provenance["versions"]["runtime"] == "torch 2.13; threads 1"
+    assert provenance["runtime"] == "torch 2.13; threads 1"
     assert provenance["corpus_sha256"] == {"train": "1a", "valid": "2b", "test": "3c"}
     assert provenance["checkpoint_sha256"] == SHA256
     found = json.loads(files["metrics.json"])["verification"]

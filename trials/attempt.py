@@ -23,6 +23,7 @@ from trials.spec import FailureClass
 from trials.store import CheckpointStore, CorruptCheckpoint
 from trials.tasks import Failure, Report, Task
 from trials.training import Diverged, EpochResult, Training
+from trials.version import own_version
 
 METRICS = ("epoch", "train_loss", "valid_loss", "raw_valid_loss", "averaged")
 """What is kept of an epoch beside its weights; no timings, so that equal runs make equal files."""
@@ -232,7 +233,7 @@ def describe_device(device: str) -> str:
 
 
 def describe_runtime() -> str:
-    """What else speed depends on: torch, its threads, and the allocator with its settings."""
+    """What else numbers and speed depend on: versions, threads, and the allocator with its settings."""
     tuned = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
@@ -242,6 +243,8 @@ def describe_runtime() -> str:
     preloaded = [Path(path).name for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()]
     return "; ".join(
         [
+            f"fraternal {own_version()}",
+            f"python {platform.python_version()}",
             f"torch {torch.__version__}",
             f"threads {torch.get_num_threads()}",
             allocator,
