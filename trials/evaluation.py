@@ -18,18 +18,13 @@ from torch import Tensor
 
 from models.awd_lstm import AWDLSTM, State
 from models.masks import Masks
+from models.pieces import EVALUATION_WINDOW, MOST_LOGITS
 
 Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
 """A split as one stream of word ids."""
 
 MC_MASKS = 5
 """What a random stream is for: the second part of its key, after the seed; trials.training has the others."""
-
-EVALUATION_WINDOW = 256
-"""Words whose logits are made at once: enough for efficient products, few enough to stay in a cache."""
-
-MOST_LOGITS = 2**24
-"""Numbers made at once, however large the vocabulary is."""
 
 MOST_COLUMNS = 16
 
