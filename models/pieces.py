@@ -11,3 +11,12 @@ EVALUATION_WINDOW = 256
 
 MOST_LOGITS = 2**24
 """Numbers made at once in evaluation, however large the vocabulary is."""
+
+MOST_COLUMNS = 16
+"""Of a stream that is evaluated, side by side."""
+
+SHORTEST_COLUMN = 1024
+"""Words; a shorter one would not make up for its beginning."""
+
+WARM_UP = 192
+"""Words that a column begins before its own first one."""

@@ -1,0 +1,256 @@
+"""How long a sweep will take, simulated many times: pure, no torch, the same of the same.
+
+In each simulation the trials go to their slots in the order in which the ledger hands them out, pruned at their
+own rungs against their own arm, of losses drawn at random; and what nobody knows in advance is drawn, too: how
+fast the machine will be, when averaging begins, how long a driver takes to start. Nothing fails in it.
+"""
+
+import heapq
+import math
+import random
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, median
+
+from trials.pruners import bracket_of, rungs_of
+from trials.spec import Hyperband, MedianPruner, SuccessiveHalving, SweepSpec
+
+SIMULATIONS = 200
+FEWEST_SIMULATIONS = 30
+MOST_EVENTS = 300_000
+"""Over all simulations: about half a second."""
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What a sweep takes beyond its training, and how sure a forecast is: see benchmarks/RESULTS.md."""
+
+    start_s: float = 8.0
+    """From a submission to the first step of a trial, without loading torch and the corpus."""
+    trial_s: float = 0.15
+    """Of each further trial."""
+    epoch_s: float = 0.03
+    """Of each report."""
+    end_s: float = 0.5
+    slowdown: float = 1.0
+    """Of training beside a driver that watches, by training beside other training."""
+    drift: float = 0.1
+    """Standard deviation of the logarithm of how fast the machine is, from one hour to another."""
+    uneven: float = 0.03
+    """The same from trial to trial."""
+    start_drift: float = 0.15
+    """The same of the start."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one trial takes."""
+
+    epoch_s: float
+    """Seconds of an epoch."""
+    averaged_s: float
+    """Seconds more where its weights are averaged."""
+    averaging_from: int
+    """The first epoch in which they may be."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """Of ten sweeps like it, one is expected below `p10`, and one above `p90`."""
+
+    p10: float
+    p50: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    wall_s: Band
+    busy_s: Band
+    """Of all trials, one after another."""
+    epochs: Band
+    """Trained by all trials."""
+    capped: float
+    """In which share of the simulations budget.wall_s ends the sweep."""
+
+
+def simulate(
+    spec: SweepSpec,
+    loads: Sequence[Load],
+    slots: int,
+    loading_s: float,
+    overheads: Overheads,
+    spread: float = 0.0,
+    seed: int = 0,
+) -> Simulated:
+    """Of a sweep whose trial n takes what `loads[n % len(loads)]` says; `loads` has whole draws, or all trials.
+
+    `loading_s` is until torch and the corpus are loaded, `spread` the standard deviation, by the mean, of
+    what the probe has measured.
+    """
+    trials, epochs = spec.budget.trials, spec.training.epochs
+    checks = 1 + max((len(rungs_of(spec, draw)) for draw in range(min(spec.draws, 100))), default=0)
+    count = max(FEWEST_SIMULATIONS, min(SIMULATIONS, MOST_EVENTS // (trials * checks)))
+    rng = random.Random(seed)
+    drift = math.hypot(overheads.drift, spread)
+    machines = _stratified(count, drift, rng)
+    starts = _stratified(count, overheads.start_drift, rng)
+    runs = []
+    for machine, start in zip(machines, starts, strict=True):
+        race = _Race(spec, loads, machine * overheads.slowdown, overheads, rng)
+        runs.append(race.run(slots, start * (overheads.start_s + loading_s)))
+    return Simulated(
+        wall_s=band([wall + overheads.end_s for wall, _, _ in runs]),
+        busy_s=band([busy for _, busy, _ in runs]),
+        epochs=band([float(done) for _, _, done in runs]),
+        capped=sum(race_end >= (spec.budget.wall_s or math.inf) for race_end, _, _ in runs) / count,
+    )
+
+
+def band(values: Sequence[float]) -> Band:
+    ordered = sorted(values)
+
+    def quantile(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        below = math.floor(place)
+        above = min(below + 1, len(ordered) - 1)
+        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+    return Band(quantile(0.1), quantile(0.5), quantile(0.9))
+
+
+def scaled_band(value: float, sigma: float) -> Band:
+    """Of a value whose logarithm has this standard deviation."""
+    tail = math.exp(sigma * NormalDist().inv_cdf(0.9))
+    return Band(value / tail, value, value * tail)
+
+
+def _stratified(count: int, sigma: float, rng: random.Random) -> list[float]:
+    """Log-normal factors, one of each quantile, in random order: few of them tell as much as many."""
+    normal = NormalDist()
+    factors = [math.exp(sigma * normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
+    rng.shuffle(factors)
+    return factors
+
+
+class _Race:
+    """One simulation."""
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        loads: Sequence[Load],
+        factor: float,
+        overheads: Overheads,
+        rng: random.Random,
+    ) -> None:
+        self._spec, self._loads, self._factor, self._overheads, self._rng = spec, loads, factor, overheads, rng
+        self._telling = rng.random()
+        """How far the loss at one rung tells that at the next: nobody knows."""
+        self._there: dict[tuple[int, int, int], list[float]] = {}
+        """Losses at a rung by arm, bracket and epoch, ascending."""
+        self._seen: dict[int, list[tuple[int, float]]] = {}
+        """Of a running trial, for the median pruner."""
+        self._complete = [0] * len(spec.arms)
+
+    def run(self, slots: int, start_s: float) -> tuple[float, float, int]:
+        """(seconds from start to end, seconds of all trials, epochs)."""
+        spec, until = self._spec, self._spec.budget.wall_s or math.inf
+        waiting = iter(range(spec.budget.trials))
+        running: list[tuple[float, int, int]] = []
+        """(when it comes to its next rung, trial, which one that is)"""
+        state: dict[int, _Running] = {}
+        busy, done, wall = 0.0, 0, start_s
+
+        def begin(at: float) -> None:
+            if (number := next(waiting, None)) is not None and at < until:
+                state[number] = one = self._begun(number, at)
+                heapq.heappush(running, (one.reaches(one.next_check), number, one.next_check))
+
+        for _ in range(min(slots, spec.budget.trials)):
+            begin(start_s)
+        while running:
+            at, number, epoch = heapq.heappop(running)
+            one = state[number]
+            if at >= until:
+                wall = until
+                busy += max(0.0, until - one.began)
+                done += one.epochs_until(until)
+                continue
+            if epoch < spec.training.epochs and not self._is_pruned(number, epoch, one):
+                one.passed(epoch)
+                heapq.heappush(running, (one.reaches(one.next_check), number, one.next_check))
+                continue
+            if epoch == spec.training.epochs:
+                self._has_completed(number)
+            del state[number]
+            busy, done, wall = busy + at - one.began, done + epoch, max(wall, at)
+            begin(at)
+        return wall, busy, done
+
+    def _begun(self, number: int, at: float) -> "_Running":
+        load, spec = self._loads[number % len(self._loads)], self._spec
+        factor = self._factor * math.exp(self._overheads.uneven * self._rng.gauss(0, 1))
+        epochs = spec.training.epochs
+        # Averaging begins once the loss stalls, which most short trainings never come to.
+        averaged = self._rng.randint(load.averaging_from, epochs + 1) if load.averaging_from <= epochs else None
+        return _Running(
+            began=at,
+            begins=at + self._overheads.trial_s,
+            epoch_s=load.epoch_s * factor + self._overheads.epoch_s,
+            averaged_s=load.averaged_s * factor,
+            averaged_from=epochs + 1 if averaged is None else averaged,
+            quality=self._rng.random(),
+            checks=[*sorted(rungs_of(spec, spec.draw_of(number))), epochs],
+        )
+
+    def _is_pruned(self, number: int, epoch: int, one: "_Running") -> bool:
+        spec = self._spec
+        arm = number % len(spec.arms)
+        loss = self._telling * one.quality + (1 - self._telling) * self._rng.random()
+        match spec.pruner:
+            case SuccessiveHalving(reduction_factor=factor) | Hyperband(reduction_factor=factor):
+                there = self._there.setdefault((arm, bracket_of(spec, spec.draw_of(number)), epoch), [])
+                insort(there, loss)
+                return bisect_left(there, loss) >= max(1, len(there) // factor)
+            case MedianPruner(startup_trials=startup):
+                self._seen.setdefault(number, []).append((epoch, loss))
+                there = self._there.get((arm, 0, epoch), [])
+                return self._complete[arm] >= startup and bool(there) and loss > median(there)
+        return False
+
+    def _has_completed(self, number: int) -> None:
+        arm = number % len(self._spec.arms)
+        self._complete[arm] += 1
+        for epoch, loss in self._seen.pop(number, ()):
+            insort(self._there.setdefault((arm, 0, epoch), []), loss)
+
+
+@dataclass
+class _Running:
+    began: float
+    begins: float
+    """Its first step."""
+    epoch_s: float
+    averaged_s: float
+    averaged_from: int
+    quality: float
+    checks: list[int]
+    """Epochs after which it may end, the last one among them."""
+
+    @property
+    def next_check(self) -> int:
+        return self.checks[0]
+
+    def passed(self, epoch: int) -> None:
+        self.checks = [check for check in self.checks if check > epoch]
+
+    def reaches(self, epoch: int) -> float:
+        """When it has done so many epochs."""
+        averaged = max(0, epoch - self.averaged_from + 1)
+        return self.begins + epoch * self.epoch_s + averaged * self.averaged_s
+
+    def epochs_until(self, at: float) -> int:
+        """Those that it has done by then, the few where weights are averaged as long as the others."""
+        return max(0, min(self.checks[-1], int((at - self.begins) / self.epoch_s)))
