@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from service.comparison import Side, compare
 from service.errors import DatabaseAway, IllegalMove, InvalidRequest, Problem, ServiceError, SweepNotFound
 from service.events import EventPage, TrialStart, TrialStarted
+from service.forecast_schemas import Validation
 from service.problems import ProblemDocument, document_of
 from service.report_schemas import ArmReport, Comparison, ExpectedBest, Interval, Pairs, ReportView
 from service.schemas import (
@@ -35,7 +36,6 @@ from service.schemas import (
     TrialDetail,
     TrialList,
     TrialView,
-    Validation,
     View,
 )
 from service.webhook_schemas import NewWebhook, TestedWebhook, WebhookList, WebhookRequest, WebhookView

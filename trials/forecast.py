@@ -1,8 +1,8 @@
 """How long a sweep will take, simulated many times: pure, no torch, the same of the same.
 
-In each simulation the trials go to their slots in the order in which the ledger hands them out, pruned at their
-own rungs against their own arm, of losses drawn at random; and what nobody knows in advance is drawn, too: how
-fast the machine will be, when averaging begins, how long a driver takes to start. Nothing fails in it.
+In each simulation the trials go to their slots in the order in which the ledger hands them out, pruned at
+their own rungs against their own arm, of losses drawn at random; and what nobody knows in advance is drawn,
+too: how fast the machine will be, when averaging begins, how long a driver takes to start. Nothing fails.
 """
 
 import heapq
@@ -84,12 +84,12 @@ def simulate(
     spread: float = 0.0,
     seed: int = 0,
 ) -> Simulated:
-    """Of a sweep whose trial n takes what `loads[n % len(loads)]` says; `loads` has whole draws, or all trials.
+    """Of a sweep whose trial n takes what `loads[n % len(loads)]` says: of whole draws, or of all trials.
 
     `loading_s` is until torch and the corpus are loaded, `spread` the standard deviation, by the mean, of
     what the probe has measured.
     """
-    trials, epochs = spec.budget.trials, spec.training.epochs
+    trials = spec.budget.trials
     checks = 1 + max((len(rungs_of(spec, draw)) for draw in range(min(spec.draws, 100))), default=0)
     count = max(FEWEST_SIMULATIONS, min(SIMULATIONS, MOST_EVENTS // (trials * checks)))
     rng = random.Random(seed)
@@ -145,7 +145,13 @@ class _Race:
         overheads: Overheads,
         rng: random.Random,
     ) -> None:
-        self._spec, self._loads, self._factor, self._overheads, self._rng = spec, loads, factor, overheads, rng
+        self._spec, self._loads, self._factor, self._overheads, self._rng = (
+            spec,
+            loads,
+            factor,
+            overheads,
+            rng,
+        )
         self._telling = rng.random()
         """How far the loss at one rung tells that at the next: nobody knows."""
         self._there: dict[tuple[int, int, int], list[float]] = {}
@@ -194,13 +200,15 @@ class _Race:
         factor = self._factor * math.exp(self._overheads.uneven * self._rng.gauss(0, 1))
         epochs = spec.training.epochs
         # Averaging begins once the loss stalls, which most short trainings never come to.
-        averaged = self._rng.randint(load.averaging_from, epochs + 1) if load.averaging_from <= epochs else None
+        averaged_from = epochs + 1
+        if load.averaging_from <= epochs:
+            averaged_from = self._rng.randint(load.averaging_from, epochs + 1)
         return _Running(
             began=at,
             begins=at + self._overheads.trial_s,
             epoch_s=load.epoch_s * factor + self._overheads.epoch_s,
             averaged_s=load.averaged_s * factor,
-            averaged_from=epochs + 1 if averaged is None else averaged,
+            averaged_from=averaged_from,
             quality=self._rng.random(),
             checks=[*sorted(rungs_of(spec, spec.draw_of(number))), epochs],
         )

@@ -10,7 +10,15 @@ from pydantic import ValidationError
 
 from trials.adaptive import build_sampler
 from trials.samplers import suggest
-from trials.spec import CMAESSampler, GPSampler, SweepSpec, TPESampler, TrialConfig, cmaes_population, has_one_value
+from trials.spec import (
+    CMAESSampler,
+    GPSampler,
+    SweepSpec,
+    TPESampler,
+    TrialConfig,
+    cmaes_population,
+    has_one_value,
+)
 
 MOST_PLANNED = 512
 """Of a larger sweep, so many trials stand for the others: a third of a millisecond each."""
@@ -31,7 +39,7 @@ class Planned:
 
 
 def plan(spec: SweepSpec, most: int = MOST_PLANNED) -> list[Planned]:
-    """The first trials, as the ledger would hand them out: from the sweep's own sampler, in a study in memory.
+    """The first trials as the ledger would hand them out, by the sweep's own sampler, in a study in memory.
 
     Nothing ever ends in that study, so a sampler that learns goes on drawing at random.
     """

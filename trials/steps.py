@@ -41,6 +41,8 @@ class ProbeOrder:
     gpu_share: float
     points: tuple[TrialConfig, ...]
     """In the order of their importance: there may not be time for all."""
+    stamp: str = ""
+    """Of the text, which another one changes."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ PROBE: TypeAdapter[Probe] = TypeAdapter(Probe)
 def timed_as(config: TrialConfig) -> TrialConfig:
     """The same, with all that takes no time set to one value: what is equal here takes equally long."""
     model, training, regularization = config.model, config.training, config.regularization
-    rates = {name: 0.5 if getattr(model, name) else 0.0 for name in DROPOUTS}
+    rates: dict[str, Any] = {name: 0.5 if getattr(model, name) else 0.0 for name in DROPOUTS}
     factors: dict[str, Any] = {
         name: 1.0 if getattr(regularization, name) else 0.0 for name in ("kappa", "alpha", "beta")
     }
@@ -116,7 +118,7 @@ def operations(config: TrialConfig, vocabulary_size: int) -> float:
     """Floating-point operations of a step over a whole window, about."""
     tokens = config.training.batch_size * config.training.bptt
     sizes = config.model.layer_sizes
-    layers = sum(8 * outputs * (inputs + outputs) for inputs, outputs in sizes)
+    layers: float = sum(8 * outputs * (inputs + outputs) for inputs, outputs in sizes)
     head = 2 * vocabulary_size * sizes[-1][1]
     passes = 3.0
     if config.regularization.declaration.second_pass != "none":
@@ -166,7 +168,7 @@ def _way(kind: TrialConfig) -> tuple[Any, ...]:
 
 
 def _points_of(alike: list[TrialConfig]) -> list[TrialConfig]:
-    """Of one kind: the median by tokens first, then the most and the fewest, the narrowest window the last."""
+    """Of one kind: the median by tokens, then the most and the fewest, the widest and the narrowest."""
 
     def shape(config: TrialConfig) -> tuple[int, int]:
         return config.training.batch_size, config.training.bptt

@@ -1,0 +1,95 @@
+"""A forecast for a terminal."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from service.fitting import gib
+from service.forecast_schemas import ArmForecast, BandView, Forecast, ProbeView, SampledView
+from service.progress import duration
+
+
+def show(forecast: Forecast, console: Console) -> None:
+    """The first configurations, seconds by arm, then how long and how much in all."""
+    console.print(samples_table(forecast.samples))
+    if any(arm.epoch_s for arm in forecast.arms):
+        console.print(arms_table(forecast.arms))
+    for name, value in facts(forecast):
+        console.print(f"[bold]{name:<14}[/]{value}", highlight=False, soft_wrap=True)
+    for sentence in (*forecast.unknown, *forecast.assumptions):
+        console.print(sentence, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+def samples_table(samples: Sequence[SampledView]) -> Table:
+    names = sorted({name for sample in samples for name in sample.params})
+    table = Table("trial", "arm", *names, "seed", "seconds an epoch", "memory", title="First configurations")
+    for sample in samples:
+        values = (_value(sample.params.get(name)) for name in names)
+        table.add_row(
+            f"{sample.number}{'' if sample.exact else ' (example)'}",
+            sample.arm,
+            *values,
+            str(sample.seed),
+            seconds(sample.epoch_s),
+            "–" if sample.memory_bytes is None else gib(sample.memory_bytes),
+        )
+    return table
+
+
+def arms_table(arms: Sequence[ArmForecast]) -> Table:
+    table = Table("arm", "trials", "seconds an epoch", title="By arm")
+    for arm in arms:
+        table.add_row(arm.arm, str(arm.trials), seconds(arm.epoch_s))
+    return table
+
+
+def facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    """(name, value) for each thing that there is to say."""
+    if forecast.wall_s is not None:
+        wall = forecast.wall_s
+        yield "wall time", f"{duration(wall.p50)} ({duration(wall.p10)} to {duration(wall.p90)})"
+    if forecast.device_hours is not None:
+        unit = "GPU-hours" if forecast.device == "gpus" else "CPU-thread-hours"
+        yield "device", f"{banded(forecast.device_hours)} {unit}"
+    if forecast.epochs is not None:
+        yield "epochs", banded(forecast.epochs)
+    disk, memory = forecast.disk, forecast.memory
+    if disk.checkpoints_bytes is not None:
+        free = "" if disk.free_bytes is None else f"; {gib(disk.free_bytes)} free"
+        yield "disk", f"up to {gib(disk.checkpoints_bytes + disk.database_bytes)}{free}"
+    if memory.all_trials_bytes is not None and memory.per_trial_bytes is not None:
+        there = "" if memory.available_bytes is None else f" of {gib(memory.available_bytes)}"
+        yield (
+            "memory",
+            f"up to {gib(memory.per_trial_bytes)} a trial, {gib(memory.all_trials_bytes)}{there} for "
+            f"{memory.at_once} at once; {gib(memory.service_bytes)} for service and driver",
+        )
+    if forecast.probe is not None:
+        yield "measured", measured(forecast.probe)
+
+
+def measured(probe: ProbeView) -> str:
+    how = "remembered from" if probe.from_memory else "at"
+    return (
+        f"{how} {probe.measured_at:%H:%M:%S} UTC on {probe.device}: {probe.configurations} configurations in "
+        f"{probe.took_s:.0f} s, {probe.processes} processes of {probe.threads} "
+        f"thread{'' if probe.threads == 1 else 's'} at once, load {probe.load:.1f}"
+    )
+
+
+def seconds(band: BandView | None) -> str:
+    return "–" if band is None else banded(band)
+
+
+def banded(band: BandView) -> str:
+    """The median, and the band where there is one."""
+    middle, low, high = (_value(value) for value in (band.p50, band.p10, band.p90))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "–" if value is None else str(value)
