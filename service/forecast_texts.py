@@ -8,38 +8,46 @@ from rich.table import Table
 
 from service.fitting import gib
 from service.forecast_schemas import ArmForecast, BandView, Forecast, ProbeView, SampledView
-from service.progress import duration
 
 
 def show(forecast: Forecast, console: Console) -> None:
-    """The first configurations, seconds by arm, then how long and how much in all."""
+    """The first configurations, seconds by arm, then how long and how much in all.
+
+    What is between brackets is the band from P10 to P90.
+    """
     console.print(samples_table(forecast.samples))
     if any(arm.epoch_s for arm in forecast.arms):
         console.print(arms_table(forecast.arms))
     for name, value in facts(forecast):
         console.print(f"[bold]{name:<14}[/]{value}", highlight=False, soft_wrap=True)
+    if forecast.wall_s is not None:
+        console.print("In brackets: P10 to P90.", style="dim")
     for sentence in (*forecast.unknown, *forecast.assumptions):
         console.print(sentence, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def samples_table(samples: Sequence[SampledView]) -> Table:
-    names = sorted({name for sample in samples for name in sample.params})
-    table = Table("trial", "arm", *names, "seed", "seconds an epoch", "memory", title="First configurations")
+    table = Table(title="First configurations", title_justify="left")
+    table.add_column("trial", justify="right")
+    table.add_column("arm")
+    table.add_column("values", ratio=1)
+    table.add_column("seed", justify="right")
+    table.add_column("seconds an epoch", min_width=16)
     for sample in samples:
-        values = (_value(sample.params.get(name)) for name in names)
+        values = [f"{name} {_value(value)}" for name, value in sample.params.items()]
+        words = ", ".join(values) or "as the sweep has them"
         table.add_row(
-            f"{sample.number}{'' if sample.exact else ' (example)'}",
+            str(sample.number),
             sample.arm,
-            *values,
+            words if sample.exact else f"for example {words}",
             str(sample.seed),
             seconds(sample.epoch_s),
-            "–" if sample.memory_bytes is None else gib(sample.memory_bytes),
         )
     return table
 
 
 def arms_table(arms: Sequence[ArmForecast]) -> Table:
-    table = Table("arm", "trials", "seconds an epoch", title="By arm")
+    table = Table("arm", "trials", "seconds an epoch", title="All of them", title_justify="left")
     for arm in arms:
         table.add_row(arm.arm, str(arm.trials), seconds(arm.epoch_s))
     return table
@@ -49,7 +57,7 @@ def facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
     """(name, value) for each thing that there is to say."""
     if forecast.wall_s is not None:
         wall = forecast.wall_s
-        yield "wall time", f"{duration(wall.p50)} ({duration(wall.p10)} to {duration(wall.p90)})"
+        yield "wall time", f"{in_words(wall.p50)} ({in_words(wall.p10)} to {in_words(wall.p90)})"
     if forecast.device_hours is not None:
         unit = "GPU-hours" if forecast.device == "gpus" else "CPU-thread-hours"
         yield "device", f"{banded(forecast.device_hours)} {unit}"
@@ -81,6 +89,20 @@ def measured(probe: ProbeView) -> str:
 
 def seconds(band: BandView | None) -> str:
     return "–" if band is None else banded(band)
+
+
+def in_words(seconds: float) -> str:
+    """43 s, 7 min, 3 h 20 min or 2 days 5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} days {hours} h"
 
 
 def banded(band: BandView) -> str:

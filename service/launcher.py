@@ -146,13 +146,19 @@ class LocalLauncher:
         environment = {**inherited_environment(), **DRIVER_ENVIRONMENT}
         environment.pop("FRATERNAL_DATABASE_URL", None)  # which may have a password
         command = [sys.executable, "-P", "-m", "trials.probe", str(self._data_dir)]
+        scratch = tempfile.mkdtemp(prefix="fraternal-probe-")
         try:
             with fail_after(PROBE_S):
                 ended = await run_process(
-                    command, input=PROBE_ORDER.dump_json(order), env=environment, check=False
+                    [*command, scratch, str(os.getpid())],
+                    input=PROBE_ORDER.dump_json(order),
+                    env=environment,
+                    check=False,
                 )
         except TimeoutError as error:
             raise ProbeFailed(f"the probe did not come to its end in {PROBE_S:.0f} s") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
         if ended.returncode != 0:
             said = ended.stderr.decode(errors="replace").strip()
             log.warning("a probe has failed: %s", said)

@@ -1,4 +1,4 @@
-"""Time real training steps on this machine: `python -m trials.probe`, JSON in and out (trials.steps).
+"""Time real training steps here: `python -m trials.probe DATA_DIR SCRATCH PARENT`, JSON in and out.
 
 As many processes as trials will run train at the same time, each with a worker's threads and allocator, since
 they share the cores' caches and the memory's bandwidth. They go round the points, as often as there is time,
@@ -8,8 +8,8 @@ and stop together. Each ends by itself where the process that started it is gone
 import itertools
 import multiprocessing
 import os
+import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -55,14 +55,13 @@ MOST_TOKENS = 2**22
 """Of the text that steps are measured on."""
 
 
-def probe(order: ProbeOrder, data_dir: Path) -> Probe:
+def probe(order: ProbeOrder, data_dir: Path, scratch: Path) -> Probe:
     """Raises CorpusError, and RuntimeError where a process did not come to its end."""
     began, load = time.monotonic(), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="fraternal-probe-") as scratch:
-        corpus = load_encoded(order.corpus, data_dir, text_digests(order.corpus), Path(scratch))
-        encode_s = time.monotonic() - began
-        points, left_out = _that_fit(order, len(corpus.vocabulary))
-        found = _side_by_side(order, points, data_dir, Path(scratch)) if points else []
+    corpus = load_encoded(order.corpus, data_dir, text_digests(order.corpus), scratch)
+    encode_s = time.monotonic() - began
+    points, left_out = _that_fit(order, len(corpus.vocabulary))
+    found = _side_by_side(order, points, data_dir, scratch) if points else []
     timed = [_joined(config, [one.timed[i] for one in found]) for i, config in enumerate(points)]
     refused = [words for one in found[:1] for words in one.refused]
     return Probe(
@@ -144,7 +143,7 @@ def _side_by_side(
     workers = []
     for _ in range(order.processes):
         here, there = context.Pipe(duplex=False)
-        arguments = (there, together, order, points, str(data_dir), str(scratch), time.time())
+        arguments = (there, together, order, points, str(data_dir), str(scratch), os.getpid(), time.time())
         worker = context.Process(target=_work, args=arguments, daemon=True)
         worker.start()
         there.close()
@@ -169,10 +168,11 @@ def _work(
     points: list[TrialConfig],
     data_dir: str,
     scratch: str,
+    parent: int,
     began: float,
 ) -> None:
     """One process: as a worker's, but that it trains a little of each point."""
-    end_with_parent()
+    end_with(parent, Path(scratch))
     try:
         import torch
 
@@ -296,24 +296,27 @@ def _seconds(act: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def end_with_parent() -> None:
-    """End this process soon after the one that has started it, whatever that dies of."""
-    parent = os.getppid()
+def end_with(parent: int, scratch: Path) -> None:
+    """End this process soon after the one that started it, whatever that dies of, and remove `scratch`.
+
+    Its id is given: by now it may be gone, and this process somebody else's child.
+    """
 
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(ORPHAN_S)
+        shutil.rmtree(scratch, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=look, name="orphan", daemon=True).start()
 
 
 def main() -> int:
-    end_with_parent()
-    data_dir = Path(sys.argv[1])
+    data_dir, scratch = map(Path, sys.argv[1:3])
+    end_with(int(sys.argv[3]), scratch)
     order = PROBE_ORDER.validate_json(sys.stdin.buffer.read())
     try:
-        found = probe(order, data_dir)
+        found = probe(order, data_dir, scratch)
     except (CorpusError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1

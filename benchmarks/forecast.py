@@ -1,0 +1,171 @@
+"""Forecasts against what came of them: real sweeps through the real service.
+
+    .venv/bin/python -m benchmarks.forecast --sweeps 10 --seed 2
+
+Each sweep is drawn at random by the seed: its corpus's length, model, arms, space, sampler, pruner, how many
+trials at once. A first forecast tells how many trials come to about `--seconds`; the one of those is what
+counts, and then it is submitted. Prints Markdown: the forecast's wall time, the measured one from submission
+to `succeeded`, and whether that is inside. What is calibrated on some seeds is reported on others.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from service.client import FraternalClient
+from service.errors import INTERRUPTED
+from service.forecast_schemas import Forecast
+from service.running import Interrupted, Signals, running_service
+
+START_S = 12.0
+"""Of a driver, about: what trials cannot shorten."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds, of one sweep."""
+
+    what: str
+    trials: int
+    forecast: Forecast
+    wall_s: float
+    epochs: int
+
+    @property
+    def is_inside(self) -> bool:
+        band = self.forecast.wall_s
+        return band is not None and band.p10 <= self.wall_s <= band.p90
+
+    @property
+    def row(self) -> str:
+        band, epochs, probe = self.forecast.wall_s, self.forecast.epochs, self.forecast.probe
+        assert band
+        assert epochs
+        assert probe
+        return (
+            f"| {self.what} | {self.trials} | {band.p10:.0f} | {band.p50:.0f} | {band.p90:.0f} "
+            f"| {self.wall_s:.0f} | {'in' if self.is_inside else 'out'} | {self.wall_s / band.p50:.2f} "
+            f"| {band.p90 / band.p10:.2f} | {epochs.p10:.0f}–{epochs.p90:.0f} | {self.epochs} "
+            f"| {probe.took_s:.0f} | {probe.load:.1f} |"
+        )
+
+
+def bodies(seed: int, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(what it is, the sweep) of so many, drawn at random; kinds of search in turn."""
+    rng = random.Random(seed)
+    for number in range(count):
+        sampler, pruner = KINDS[number % len(KINDS)]
+        width = rng.choice([32, 48, 64, 96, 128])
+        layers, epochs = rng.choice([1, 1, 2]), rng.randint(3, 5)
+        at_once = rng.choice([1, 2, 2])
+        body = {
+            "corpus": {
+                "name": "sotu",
+                "train_tokens": rng.randrange(15_000, 40_000, 1000),
+                "valid_tokens": rng.randrange(3_000, 12_000, 1000),
+                "test_tokens": 2_000,
+                "vocabulary_size": rng.choice([1_000, 2_000, 5_000]),
+            },
+            "model": {"embedding_size": width, "hidden_size": width * rng.choice([1, 2]), "layers": layers},
+            "training": {"epochs": epochs, "lr": 10, "non_monotone_interval": rng.choice([0, 5])},
+            "arms": {name: {"regularizer": name} for name in rng.sample(REGULARIZERS, rng.choice([1, 2, 3]))},
+            "space": dict(rng.sample(list(SPACE.items()), rng.choice([2, 3]))),
+            "sampler": {**sampler, "seed": rng.randrange(2**31)},
+            "pruner": pruner,
+            "resources": {"max_concurrent": at_once},
+        }
+        arms, space = "/".join(SHORT[arm] for arm in body["arms"]), ", ".join(body["space"])
+        what = f"{sampler['name']}, {pruner['name']}, {arms}; {space}; {layers}×{width}; {at_once} at once"
+        yield what, body
+
+
+KINDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"name": "random"}, {"name": "none"}),
+    ({"name": "random"}, {"name": "successive_halving", "min_epochs": 1, "reduction_factor": 2}),
+    ({"name": "qmc"}, {"name": "none"}),
+    ({"name": "qmc"}, {"name": "median", "min_epochs": 1, "startup_trials": 2}),
+    ({"name": "tpe", "startup_trials": 2}, {"name": "none"}),
+    ({"name": "random"}, {"name": "hyperband", "min_epochs": 1, "reduction_factor": 2}),
+]
+SHORT = {
+    "none": "plain",
+    "fraternal": "fd",
+    "expectation_linear": "eld",
+    "pi_model": "pi",
+    "prediction_norm": "pn",
+}
+REGULARIZERS = list(SHORT)
+SPACE: dict[str, Any] = {
+    "batch_size": {"type": "choice", "values": [10, 20, 40]},
+    "bptt": {"type": "integer", "low": 20, "high": 70},
+    "lr": {"type": "log_uniform", "low": 1, "high": 20},
+    "weight_p": {"type": "uniform", "low": 0.1, "high": 0.6},
+    "embedding_size": {"type": "integer", "low": 32, "high": 96},
+}
+FIRST_TRIALS = 18
+"""That every sampler has enough of, whatever the arms."""
+
+
+def ran(
+    client: FraternalClient, signals: Signals, what: str, body: dict[str, Any], seconds: float
+) -> Outcome:
+    first = client.validate({**body, "budget": {"trials": FIRST_TRIALS}}).forecast
+    assert first is not None
+    assert first.wall_s is not None, first.unknown
+    per_trial = max(0.05, (first.wall_s.p50 - START_S) / FIRST_TRIALS)
+    trials = min(200, max(3 * len(body["arms"]), round((seconds - START_S) / per_trial)))
+    body = {**body, "budget": {"trials": trials}}
+    forecast = client.validate(body).forecast
+    assert forecast is not None
+    sweep = client.create(body)
+    while sweep.finished_at is None:
+        signals.pause(0.5)
+        sweep = client.get(sweep.id)
+    if sweep.state != "succeeded":
+        raise SystemExit(f"{what}: the sweep is {sweep.state}: {sweep.state_reason}")
+    wall_s = (sweep.finished_at - sweep.created_at).total_seconds()
+    return Outcome(what, trials, forecast, wall_s, sweep.epochs_done)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sweeps", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=45, help="that a sweep is to take, about")
+    given = parser.parse_args()
+    outcomes = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        signals = stack.enter_context(Signals())
+        console = Console(file=sys.stderr)
+        client = stack.enter_context(running_service(folder / "service", signals, console))
+        for what, body in bodies(given.seed, given.sweeps):
+            outcomes.append(ran(client, signals, what, body, given.seconds))
+            print(outcomes[-1].row, file=sys.stderr, flush=True)
+            detail = outcomes[-1].forecast.model_dump(mode="json", include={"probe", "arms", "assumptions"})
+            print(json.dumps(detail), file=sys.stderr, flush=True)
+    columns = ["sweep", "trials", "P10, s", "P50", "P90", "measured", "", "measured by P50", "P90 by P10"]
+    columns += ["epochs, P10–P90", "trained", "probe, s", "load"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for outcome in outcomes:
+        print(outcome.row)
+    ratios = [outcome.wall_s / outcome.forecast.wall_s.p50 for outcome in outcomes if outcome.forecast.wall_s]
+    inside = sum(outcome.is_inside for outcome in outcomes)
+    print(f"\n{inside} of {len(outcomes)} inside; measured by P50: {median(ratios):.2f} in the median.")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Interrupted:
+        sys.exit(INTERRUPTED)
