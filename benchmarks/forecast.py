@@ -9,13 +9,13 @@ to `succeeded`, and whether that is inside. What is calibrated on some seeds is 
 """
 
 import argparse
-import json
 import random
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ from service.client import FraternalClient
 from service.errors import INTERRUPTED
 from service.forecast_schemas import Forecast
 from service.running import Interrupted, Signals, running_service
+from service.schemas import SweepDetail
 
 START_S = 12.0
 """Of a driver, about: what trials cannot shorten."""
@@ -134,7 +135,41 @@ def ran(
     if sweep.state != "succeeded":
         raise SystemExit(f"{what}: the sweep is {sweep.state}: {sweep.state_reason}")
     wall_s = (sweep.finished_at - sweep.created_at).total_seconds()
+    print(parts(client, sweep, forecast), file=sys.stderr, flush=True)
     return Outcome(what, trials, forecast, wall_s, sweep.epochs_done)
+
+
+def parts(client: FraternalClient, sweep: SweepDetail, forecast: Forecast) -> str:
+    """What the wall time was made of, for who calibrates: seconds, and measured epochs by forecast ones."""
+    trials = [client.trial(sweep.id, trial.number) for trial in client.trials(sweep.id)]
+    begun = [
+        trial.curve[0].recorded_at.timestamp() - trial.curve[0].seconds for trial in trials if trial.curve
+    ]
+    start = min(begun) - sweep.created_at.timestamp()
+    ratios, gaps, between = [], [], []
+    for trial, sample in zip(trials, forecast.samples, strict=False):
+        if sample.epoch_s is not None:
+            ratios += [epoch.seconds / sample.epoch_s.p50 for epoch in trial.curve]
+    for trial in trials:
+        for earlier, epoch in pairwise(trial.curve):
+            gaps.append((epoch.recorded_at - earlier.recorded_at).total_seconds() - epoch.seconds)
+    if sweep.spec.resources.max_concurrent == 1:
+        for earlier, later in pairwise(trials):
+            began = later.curve[0].recorded_at.timestamp() - later.curve[0].seconds
+            between.append(began - earlier.curve[-1].recorded_at.timestamp())
+    last = max(trial.curve[-1].recorded_at.timestamp() for trial in trials if trial.curve)
+    assert sweep.finished_at
+    told = {
+        "loading": forecast.probe.start_s if forecast.probe else 0.0,
+        "start": start,
+        "epochs by forecast": median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "between epochs": median(gaps or [0.0]),
+        "between trials": median(between or [0.0]),
+        "end": sweep.finished_at.timestamp() - last,
+    }
+    return ", ".join(f"{name} {value:.2f}" for name, value in told.items())
 
 
 def main() -> None:
@@ -152,8 +187,6 @@ def main() -> None:
         for what, body in bodies(given.seed, given.sweeps):
             outcomes.append(ran(client, signals, what, body, given.seconds))
             print(outcomes[-1].row, file=sys.stderr, flush=True)
-            detail = outcomes[-1].forecast.model_dump(mode="json", include={"probe", "arms", "assumptions"})
-            print(json.dumps(detail), file=sys.stderr, flush=True)
     columns = ["sweep", "trials", "P10, s", "P50", "P90", "measured", "", "measured by P50", "P90 by P10"]
     columns += ["epochs, P10–P90", "trained", "probe, s", "load"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")

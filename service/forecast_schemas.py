@@ -80,6 +80,8 @@ class ProbeView(View):
     from_memory: bool
     """Whether it was made for an earlier request of the last hour."""
     took_s: float
+    start_s: float
+    """Until a process had loaded torch and the corpus: a driver's start takes the longer, the longer this."""
     device: str
     processes: int
     """That trained at once, as the trials will."""

@@ -209,12 +209,14 @@ class Forecasts:
         times = [step_times.epoch(trial.config, every_s) for trial in planned]
         loads = [_load(trial, time) for trial, time in zip(planned, times, strict=True)]
         not_timed = fmean(time is None or not time.was_measured for time in times)
-        spread = math.hypot(step_times.spread, NOT_TIMED * not_timed)
+        drift = self._overheads.drift_at(probe.load / capacity.cpus)
+        drift = math.hypot(drift, step_times.spread, NOT_TIMED * not_timed)
         seed = int.from_bytes(hashlib.sha256(spec.model_dump_json().encode()).digest()[:4])
         whole_draws = loads[: len(loads) // len(spec.arms) * len(spec.arms)] or loads
         loads = whole_draws if len(loads) < spec.budget.trials else loads
-        simulated = simulate(spec, loads, slots(spec, capacity), probe.start_s, self._overheads, spread, seed)
-        return times, simulated, math.hypot(self._overheads.drift, spread)
+        at_once = slots(spec, capacity)
+        simulated = simulate(spec, loads, at_once, probe.start_s, self._overheads, drift, seed)
+        return times, simulated, drift
 
 
 def _planned(spec: SweepSpec, capacity: Capacity) -> tuple[list[Planned], ProbeOrder]:
@@ -313,6 +315,7 @@ def _probe_view(known: _Known, spec: SweepSpec, at_once: int, from_memory: bool)
         measured_at=known.at.astimezone(UTC),
         from_memory=from_memory,
         took_s=known.probe.took_s,
+        start_s=known.probe.start_s,
         device=known.probe.device,
         processes=at_once,
         threads=max(1, int(spec.resources.cpus)),

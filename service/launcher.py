@@ -44,6 +44,7 @@ DRIVER_ENVIRONMENT = {
     "RAY_task_events_report_interval_ms": "0",  # which Ray's GCS would keep for a dashboard
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_worker_niceness": "15",  # Ray's own default, said here since a probe has to be as modest
     "OMP_NUM_THREADS": "1",  # two OpenMP threads that meet on a core cost up to ten times
     # glibc gives logits-sized buffers back to the kernel after every step and faults them in again: half the
     # time of a small model on CPU.

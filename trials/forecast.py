@@ -24,23 +24,31 @@ MOST_EVENTS = 300_000
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a sweep takes beyond its training, and how sure a forecast is: see benchmarks/RESULTS.md."""
+    """What a sweep takes beyond its training, and how sure a forecast is: see benchmarks/RESULTS.md.
 
-    start_s: float = 8.0
-    """From a submission to the first step of a trial, without loading torch and the corpus."""
-    trial_s: float = 0.15
-    """Of each further trial."""
-    epoch_s: float = 0.03
+    Times are in units of what a process of the probe takes to load torch and the corpus: a driver's start is
+    work of the same kind, and grows with it on a slow machine or a busy one.
+    """
+
+    start: float = 2.6
+    """From a submission to the first step of a trial."""
+    trial: float = 0.03
+    """Of each trial, besides."""
+    epoch: float = 0.01
     """Of each report."""
-    end_s: float = 0.5
-    slowdown: float = 1.0
-    """Of training beside a driver that watches, by training beside other training."""
-    drift: float = 0.1
-    """Standard deviation of the logarithm of how fast the machine is, from one hour to another."""
+    end: float = 0.05
+    drift: float = 0.08
+    """Standard deviation of the logarithm of how fast the machine is, from one time to another."""
+    drift_by_load: float = 0.05
+    """As much more for each process that wanted a core, by the core: what others do may end or begin."""
+    most_drift: float = 0.18
     uneven: float = 0.03
     """The same from trial to trial."""
-    start_drift: float = 0.15
+    start_drift: float = 0.2
     """The same of the start."""
+
+    def drift_at(self, load_by_core: float) -> float:
+        return min(self.most_drift, self.drift + self.drift_by_load * load_by_core)
 
 
 @dataclass(frozen=True)
@@ -81,27 +89,26 @@ def simulate(
     slots: int,
     loading_s: float,
     overheads: Overheads,
-    spread: float = 0.0,
+    drift: float = 0.0,
     seed: int = 0,
 ) -> Simulated:
     """Of a sweep whose trial n takes what `loads[n % len(loads)]` says: of whole draws, or of all trials.
 
-    `loading_s` is until torch and the corpus are loaded, `spread` the standard deviation, by the mean, of
-    what the probe has measured.
+    `loading_s` is what overheads are in units of, `drift` the standard deviation of the logarithm of how fast
+    the machine is, all that is unsure of it.
     """
     trials = spec.budget.trials
     checks = 1 + max((len(rungs_of(spec, draw)) for draw in range(min(spec.draws, 100))), default=0)
     count = max(FEWEST_SIMULATIONS, min(SIMULATIONS, MOST_EVENTS // (trials * checks)))
     rng = random.Random(seed)
-    drift = math.hypot(overheads.drift, spread)
     machines = _stratified(count, drift, rng)
     starts = _stratified(count, overheads.start_drift, rng)
     runs = []
     for machine, start in zip(machines, starts, strict=True):
-        race = _Race(spec, loads, machine * overheads.slowdown, overheads, rng)
-        runs.append(race.run(slots, start * (overheads.start_s + loading_s)))
+        race = _Race(spec, loads, machine, loading_s, overheads, rng)
+        runs.append(race.run(slots, start * overheads.start * loading_s))
     return Simulated(
-        wall_s=band([wall + overheads.end_s for wall, _, _ in runs]),
+        wall_s=band([wall + overheads.end * loading_s for wall, _, _ in runs]),
         busy_s=band([busy for _, busy, _ in runs]),
         epochs=band([float(done) for _, _, done in runs]),
         capped=sum(race_end >= (spec.budget.wall_s or math.inf) for race_end, _, _ in runs) / count,
@@ -142,6 +149,7 @@ class _Race:
         spec: SweepSpec,
         loads: Sequence[Load],
         factor: float,
+        loading_s: float,
         overheads: Overheads,
         rng: random.Random,
     ) -> None:
@@ -152,6 +160,7 @@ class _Race:
             overheads,
             rng,
         )
+        self._loading_s = loading_s
         self._telling = rng.random()
         """How far the loss at one rung tells that at the next: nobody knows."""
         self._there: dict[tuple[int, int, int], list[float]] = {}
@@ -205,8 +214,8 @@ class _Race:
             averaged_from = self._rng.randint(load.averaging_from, epochs + 1)
         return _Running(
             began=at,
-            begins=at + self._overheads.trial_s,
-            epoch_s=load.epoch_s * factor + self._overheads.epoch_s,
+            begins=at + self._overheads.trial * self._loading_s,
+            epoch_s=load.epoch_s * factor + self._overheads.epoch * self._loading_s,
             averaged_s=load.averaged_s * factor,
             averaged_from=averaged_from,
             quality=self._rng.random(),

@@ -1,8 +1,8 @@
 """Time real training steps here: `python -m trials.probe DATA_DIR SCRATCH PARENT`, JSON in and out.
 
-As many processes as trials will run train at the same time, each with a worker's threads and allocator, since
-they share the cores' caches and the memory's bandwidth. They go round the points, as often as there is time,
-and stop together. Each ends by itself where the process that started it is gone.
+As many processes as trials will run train at the same time, each with a worker's threads, allocator and
+priority, since they share the cores' caches and the memory's bandwidth. They go round the points, as often as
+there is time, and stop together. Each ends by itself where the process that started it is gone.
 """
 
 import itertools
@@ -51,6 +51,8 @@ ORPHAN_S = 0.25
 """A process whose parent is gone ends after at most so long."""
 MOST_EVALUATED = 4096
 """Words that evaluation is timed on, in as many columns as all of them have."""
+NICENESS = "RAY_worker_niceness"
+"""The environment's variable that tells Ray, too, how much a worker gives way to others."""
 MOST_TOKENS = 2**22
 """Of the text that steps are measured on."""
 
@@ -173,6 +175,7 @@ def _work(
 ) -> None:
     """One process: as a worker's, but that it trains a little of each point."""
     end_with(parent, Path(scratch))
+    os.nice(int(os.environ.get(NICENESS, "0")))
     try:
         import torch
 
