@@ -57,7 +57,7 @@ class Outcome:
             f"| {self.what} | {self.trials} | {band.p10:.0f} | {band.p50:.0f} | {band.p90:.0f} "
             f"| {self.wall_s:.0f} | {'in' if self.is_inside else 'out'} | {self.wall_s / band.p50:.2f} "
             f"| {band.p90 / band.p10:.2f} | {epochs.p10:.0f}–{epochs.p90:.0f} | {self.epochs} "
-            f"| {probe.took_s:.0f} | {probe.load:.1f} |"
+            f"| {probe.took_s:.0f} | {probe.share:.2f} |"
         )
 
 
@@ -188,7 +188,7 @@ def main() -> None:
             outcomes.append(ran(client, signals, what, body, given.seconds))
             print(outcomes[-1].row, file=sys.stderr, flush=True)
     columns = ["sweep", "trials", "P10, s", "P50", "P90", "measured", "", "measured by P50", "P90 by P10"]
-    columns += ["epochs, P10–P90", "trained", "probe, s", "load"]
+    columns += ["epochs, P10–P90", "trained", "probe, s", "its share"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for outcome in outcomes:
         print(outcome.row)

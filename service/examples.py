@@ -336,7 +336,7 @@ _FORECAST = Forecast(
         processes=2,
         threads=1,
         configurations=2,
-        load=0.1,
+        share=0.99,
     ),
     unknown=[],
     assumptions=["No trial fails, and no other sweep or program takes part of the machine."],

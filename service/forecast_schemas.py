@@ -89,8 +89,8 @@ class ProbeView(View):
     """Of each."""
     configurations: int
     """That it timed."""
-    load: float
-    """The machine's load average when it began: above zero, other work took part of the cores."""
+    share: float
+    """Of the time in which its processes wanted a core, that in which they had one: others had the rest."""
 
 
 class Forecast(View):

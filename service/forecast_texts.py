@@ -83,7 +83,7 @@ def measured(probe: ProbeView) -> str:
     return (
         f"{how} {probe.measured_at:%H:%M:%S} UTC on {probe.device}: {probe.configurations} configurations in "
         f"{probe.took_s:.0f} s, {probe.processes} processes of {probe.threads} "
-        f"thread{'' if probe.threads == 1 else 's'} at once, load {probe.load:.1f}"
+        f"thread{'' if probe.threads == 1 else 's'} at once, with {probe.share:.0%} of their cores"
     )
 
 

@@ -10,7 +10,6 @@ from datetime import UTC, datetime, timedelta
 from statistics import fmean
 
 import anyio
-from fastapi import Request
 
 from service.database import now
 from service.errors import ClientGone, InvalidSpec, Problem, TooManyForecasts
@@ -39,7 +38,7 @@ from service.forecast_schemas import (
 from service.launcher import Capacity, ProbeFailed
 from service.sweeps import SweepController
 from service.turns import Turns
-from trials.forecast import Band, Load, Overheads, Simulated, band, scaled_band, simulate
+from trials.forecast import Band, Load, Overheads, Simulated, epoch_band, simulate
 from trials.memory import peak_bytes
 from trials.plan import Planned, plan
 from trials.rows import Remembered
@@ -55,10 +54,11 @@ MOST_WAITING = 4
 SAMPLES = 12
 LOOK_S = 0.5
 """How often it is looked whether the client is there still."""
-BUSY = 0.7
-"""Of a load average by the number of cores: more is worth a word."""
+BUSY = 0.9
+"""Of a probe's share of the cores: less is worth a word."""
 NOT_TIMED = 0.1
 """Standard deviation of the logarithm of a time that was not measured, but follows from others."""
+NONE_IS_VALID = "nothing is known of its times: no configuration that it draws is valid"
 forecasting = Turns("forecasts", 1)
 """Each simulates for up to half a second."""
 
@@ -87,7 +87,7 @@ class Forecasts:
         planned, order = await forecasting.take(_planned, spec, capacity)
         if not planned:
             return await forecasting.take(
-                self._put_together, spec, capacity, planned, None, ["no trial"], False
+                self._put_together, spec, capacity, planned, None, [NONE_IS_VALID], False
             )
         key = _key(order)
         known, unknown, from_memory = self._find(key), list[str](), True
@@ -146,7 +146,8 @@ class Forecasts:
             if problems:
                 raise InvalidSpec(problems)
             unknown = [*unknown, *probe.not_timed]
-        times, simulated, sigma = self._simulated(spec, capacity, planned, probe)
+        times, simulated, drift = self._simulated(spec, capacity, planned, probe)
+        share = 1.0 if probe is None else probe.share
         if probe is not None and simulated is None:
             unknown.append("times are not known: the probe has timed none of the configurations")
         at_once = slots(spec, capacity)
@@ -167,13 +168,13 @@ class Forecasts:
                     seed=trial.seed,
                     params=dict(trial.params),
                     exact=trial.is_exact,
-                    epoch_s=_view(scaled_band(time.seconds, sigma) if time else None),
+                    epoch_s=_view(epoch_band([time.seconds], drift, share) if time else None),
                     timed=time is not None and time.was_measured,
                     memory_bytes=peak,
                 )
                 for trial, time, peak in list(zip(planned, times, peaks, strict=True))[:SAMPLES]
             ],
-            arms=[_of_arm(spec, arm, planned, times, sigma) for arm in spec.arms],
+            arms=[_of_arm(spec, arm, planned, times, drift, share) for arm in spec.arms],
             corpus=None
             if probe is None
             else CorpusView(
@@ -195,13 +196,13 @@ class Forecasts:
             ),
             probe=None if known is None else _probe_view(known, spec, at_once, from_memory),
             unknown=unknown,
-            assumptions=_assumptions(spec, capacity, planned, probe, simulated),
+            assumptions=_assumptions(spec, planned, probe, simulated),
         )
 
     def _simulated(
         self, spec: SweepSpec, capacity: Capacity, planned: Sequence[Planned], probe: Probe | None
     ) -> tuple[list[EpochTime | None], Simulated | None, float]:
-        """Each trial's epochs, the whole sweep's time, and how sure they are."""
+        """Each trial's epochs, the whole sweep's time, and how unsure they are: see `simulate`."""
         if probe is None or not probe.timed:
             return [None] * len(planned), None, 0.0
         step_times = StepTimes(probe)
@@ -209,13 +210,12 @@ class Forecasts:
         times = [step_times.epoch(trial.config, every_s) for trial in planned]
         loads = [_load(trial, time) for trial, time in zip(planned, times, strict=True)]
         not_timed = fmean(time is None or not time.was_measured for time in times)
-        drift = self._overheads.drift_at(probe.load / capacity.cpus)
-        drift = math.hypot(drift, step_times.spread, NOT_TIMED * not_timed)
+        drift = math.hypot(self._overheads.drift, step_times.spread, NOT_TIMED * not_timed)
         seed = int.from_bytes(hashlib.sha256(spec.model_dump_json().encode()).digest()[:4])
         whole_draws = loads[: len(loads) // len(spec.arms) * len(spec.arms)] or loads
         loads = whole_draws if len(loads) < spec.budget.trials else loads
         at_once = slots(spec, capacity)
-        simulated = simulate(spec, loads, at_once, probe.start_s, self._overheads, drift, seed)
+        simulated = simulate(spec, loads, at_once, probe.start_s, self._overheads, drift, probe.share, seed)
         return times, simulated, drift
 
 
@@ -262,11 +262,6 @@ async def _until(is_gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[None]:
         raise ClientGone("whoever asked for the forecast is gone")
 
 
-def gone(request: Request) -> Callable[[], Awaitable[bool]]:
-    """Whether the client of a request has closed its connection."""
-    return request.is_disconnected
-
-
 def _load(trial: Planned, time: EpochTime | None) -> Load:
     """One that fails for its text's length takes no time."""
     training = trial.config.training
@@ -287,19 +282,18 @@ def _too_large_for_a_gpu(spec: SweepSpec, planned: Sequence[Planned], probe: Pro
 
 
 def _of_arm(
-    spec: SweepSpec, arm: str, planned: Sequence[Planned], times: Sequence[EpochTime | None], sigma: float
+    spec: SweepSpec,
+    arm: str,
+    planned: Sequence[Planned],
+    times: Sequence[EpochTime | None],
+    drift: float,
+    share: float,
 ) -> ArmForecast:
     its = [time for trial, time in zip(planned, times, strict=True) if trial.arm == arm]
     seconds = [time.seconds for time in its if time is not None]
     trials = -((list(spec.arms).index(arm) - spec.budget.trials) // len(spec.arms))
-    if not seconds:
-        return ArmForecast(arm=arm, trials=trials, epoch_s=None)
-    over, around = band(seconds), scaled_band(1.0, sigma)
-    return ArmForecast(
-        arm=arm,
-        trials=trials,
-        epoch_s=BandView(p10=over.p10 * around.p10, p50=over.p50, p90=over.p90 * around.p90),
-    )
+    epoch_s = _view(epoch_band(seconds, drift, share) if seconds else None)
+    return ArmForecast(arm=arm, trials=trials, epoch_s=epoch_s)
 
 
 def _view(of: Band | None, factor: float = 1.0) -> BandView | None:
@@ -320,22 +314,18 @@ def _probe_view(known: _Known, spec: SweepSpec, at_once: int, from_memory: bool)
         processes=at_once,
         threads=max(1, int(spec.resources.cpus)),
         configurations=len(known.probe.timed),
-        load=known.probe.load,
+        share=known.probe.share,
     )
 
 
 def _assumptions(
-    spec: SweepSpec,
-    capacity: Capacity,
-    planned: Sequence[Planned],
-    probe: Probe | None,
-    simulated: Simulated | None,
+    spec: SweepSpec, planned: Sequence[Planned], probe: Probe | None, simulated: Simulated | None
 ) -> list[str]:
     said = ["No trial fails, and no other sweep or program takes part of the machine: that makes it longer."]
-    if probe is not None and probe.load > BUSY * capacity.cpus:
+    if probe is not None and probe.share < BUSY:
         said.append(
-            f"Measured while other work ran (load {probe.load:.1f} on {capacity.cpus:g} cores): without that "
-            "it will be shorter."
+            f"While it was measured, other work took {1 - probe.share:.0%} of the time: the bands are from "
+            "without that to as it was."
         )
     if not all(trial.is_exact for trial in planned):
         said.append(

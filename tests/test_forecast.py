@@ -29,8 +29,9 @@ def run(
     overheads: Overheads = NOTHING,
     loading_s: float = 0.0,
     drift: float = 0.0,
+    share: float = 1.0,
 ) -> Simulated:
-    return simulate(asked, loads, slots, loading_s, overheads, drift)
+    return simulate(asked, loads, slots, loading_s, overheads, drift, share)
 
 
 def always(value: float) -> Band:
@@ -104,9 +105,11 @@ def test_what_is_unsure_widens_the_band_and_leaves_its_middle() -> None:
     assert widths[-1] == pytest.approx(scaled_band(1, 0.2).p90 ** 2, rel=0.05)
     for one in bands:
         assert one.p50 == pytest.approx(bands[0].p50, rel=0.03)
-    drifts = [Overheads().drift_at(load) for load in (0, 0.5, 1, 10, 100)]
-    assert drifts == sorted(drifts)
-    assert 0 < drifts[0] < drifts[-1] < 0.2
+
+
+def test_a_machine_that_was_busy_may_be_free_or_busy_still() -> None:
+    free, busy = run(sweep(40), [PLAIN]).wall_s, run(sweep(40), [PLAIN], share=0.5).wall_s
+    assert free.p50 / 2 < busy.p10 < 0.7 * free.p50 < busy.p50 < 0.9 * free.p50 < busy.p90 < free.p50
 
 
 LOADS = st.lists(

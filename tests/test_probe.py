@@ -62,6 +62,7 @@ def test_a_probe_times_every_point_in_as_many_processes_and_leaves_nothing(
     assert found.vocabulary_size > 2
     assert found.device.startswith("cpu: ")
     assert found.start_s > 0
+    assert 0 < found.share <= 1
     assert found.not_timed == ()
     assert not [*(tmp_path / "temporary").iterdir()]
 
@@ -147,6 +148,12 @@ def test_a_probe_that_is_called_off_is_ended(
 
     asyncio.run(call_off())
     wait_until(lambda: not marked(mark))
+
+
+def test_a_share_is_what_the_kernel_tells(tmp_path: Path) -> None:
+    assert trials.probe.share_of_core(tmp_path / "nothing") == 1
+    (tmp_path / "schedstat").write_text("3000 1000 17\n")
+    assert trials.probe.share_of_core(tmp_path / "schedstat") == 0.75
 
 
 def test_threads_are_those_of_a_worker(monkeypatch: pytest.MonkeyPatch, text: Path, tmp_path: Path) -> None:

@@ -32,23 +32,19 @@ class Overheads:
 
     start: float = 2.6
     """From a submission to the first step of a trial."""
+    start_waits: float = 0.3
+    """Power of 1 / share by which it grows besides: many processes start in turn, and each waits for a core."""
     trial: float = 0.03
     """Of each trial, besides."""
     epoch: float = 0.01
     """Of each report."""
     end: float = 0.05
-    drift: float = 0.08
+    drift: float = 0.1
     """Standard deviation of the logarithm of how fast the machine is, from one time to another."""
-    drift_by_load: float = 0.05
-    """As much more for each process that wanted a core, by the core: what others do may end or begin."""
-    most_drift: float = 0.18
     uneven: float = 0.03
     """The same from trial to trial."""
-    start_drift: float = 0.2
+    start_drift: float = 0.15
     """The same of the start."""
-
-    def drift_at(self, load_by_core: float) -> float:
-        return min(self.most_drift, self.drift + self.drift_by_load * load_by_core)
 
 
 @dataclass(frozen=True)
@@ -90,12 +86,14 @@ def simulate(
     loading_s: float,
     overheads: Overheads,
     drift: float = 0.0,
+    share: float = 1.0,
     seed: int = 0,
 ) -> Simulated:
     """Of a sweep whose trial n takes what `loads[n % len(loads)]` says: of whole draws, or of all trials.
 
     `loading_s` is what overheads are in units of, `drift` the standard deviation of the logarithm of how fast
-    the machine is, all that is unsure of it.
+    the machine is, all that is unsure of it. `share` is what the probe had of its cores: a sweep has that, or
+    more, up to all of them.
     """
     trials = spec.budget.trials
     checks = 1 + max((len(rungs_of(spec, draw)) for draw in range(min(spec.draws, 100))), default=0)
@@ -103,10 +101,13 @@ def simulate(
     rng = random.Random(seed)
     machines = _stratified(count, drift, rng)
     starts = _stratified(count, overheads.start_drift, rng)
+    freed = _triangular(count, rng)
     runs = []
-    for machine, start in zip(machines, starts, strict=True):
-        race = _Race(spec, loads, machine, loading_s, overheads, rng)
-        runs.append(race.run(slots, start * overheads.start * loading_s))
+    for machine, start, free in zip(machines, starts, freed, strict=True):
+        less = share**free
+        race = _Race(spec, loads, machine * less, loading_s * less, overheads, rng)
+        waits = share ** (-overheads.start_waits * (1 - free))
+        runs.append(race.run(slots, start * overheads.start * loading_s * less * waits))
     return Simulated(
         wall_s=band([wall + overheads.end * loading_s for wall, _, _ in runs]),
         busy_s=band([busy for _, busy, _ in runs]),
@@ -133,12 +134,27 @@ def scaled_band(value: float, sigma: float) -> Band:
     return Band(value / tail, value, value * tail)
 
 
+def epoch_band(seconds: Sequence[float], drift: float, share: float) -> Band:
+    """Of epochs that take so many seconds where a probe had this share of its cores."""
+    unsure = math.hypot(drift, math.log(1 / share) / math.sqrt(18))  # of `simulate`'s triangle, a third on
+    over, around = band(seconds), scaled_band(1.0, unsure)
+    less = share ** (1 / 3)
+    return Band(less * over.p10 * around.p10, less * over.p50, less * over.p90 * around.p90)
+
+
 def _stratified(count: int, sigma: float, rng: random.Random) -> list[float]:
     """Log-normal factors, one of each quantile, in random order: few of them tell as much as many."""
     normal = NormalDist()
     factors = [math.exp(sigma * normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
     rng.shuffle(factors)
     return factors
+
+
+def _triangular(count: int, rng: random.Random) -> list[float]:
+    """From 0 to 1, low ones likelier: one of each quantile, in random order."""
+    drawn = [1 - math.sqrt(1 - (i + 0.5) / count) for i in range(count)]
+    rng.shuffle(drawn)
+    return drawn
 
 
 class _Race:

@@ -59,7 +59,7 @@ MOST_TOKENS = 2**22
 
 def probe(order: ProbeOrder, data_dir: Path, scratch: Path) -> Probe:
     """Raises CorpusError, and RuntimeError where a process did not come to its end."""
-    began, load = time.monotonic(), os.getloadavg()[0]
+    began = time.monotonic()
     corpus = load_encoded(order.corpus, data_dir, text_digests(order.corpus), scratch)
     encode_s = time.monotonic() - began
     points, left_out = _that_fit(order, len(corpus.vocabulary))
@@ -73,7 +73,7 @@ def probe(order: ProbeOrder, data_dir: Path, scratch: Path) -> Probe:
         vocabulary_size=len(corpus.vocabulary),
         start_s=encode_s + max((one.start_s for one in found), default=0.0),
         took_s=time.monotonic() - began,
-        load=load,
+        share=fmean(one.share for one in found) if found else 1.0,
         memory_bytes=found[0].memory_bytes if found else None,
         timed=tuple(one for one in timed if one is not None),
         not_timed=(*left_out, *refused),
@@ -118,6 +118,7 @@ class _Found:
 
     device: str
     start_s: float
+    share: float
     memory_bytes: float | None
     timed: list[_Measured]
     refused: list[str]
@@ -194,7 +195,7 @@ def _work(
         _go_round(turns, store)
         by_config = {turn.config: turn.measured for turn in turns}
         timed = [by_config.get(point, _Measured()) for point in points]
-        answer.send(_Found(_named(order.device), start_s, memory, timed, refused))
+        answer.send(_Found(_named(order.device), start_s, share_of_core(), memory, timed, refused))
     except Exception as error:
         together.abort()
         answer.send(f"{type(error).__name__}: {error}")
@@ -297,6 +298,15 @@ def _seconds(act: Callable[[], Any]) -> float:
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
+
+
+def share_of_core(told: Path = Path("/proc/self/schedstat")) -> float:
+    """Of the time in which this process wanted a core, that in which it had one; 1 where that is not told."""
+    try:
+        ran, waited, _ = map(int, told.read_text().split())
+    except (OSError, ValueError):
+        return 1.0
+    return ran / max(1, ran + waited)
 
 
 def end_with(parent: int, scratch: Path) -> None:

@@ -72,8 +72,8 @@ class Probe:
     start_s: float
     """Until torch and the corpus were loaded, in each of the processes at once."""
     took_s: float
-    load: float
-    """Other processes that wanted a processor when it began: the load average of the minute before."""
+    share: float
+    """Of the time in which its processes wanted a core, that in which they had one: others had the rest."""
     memory_bytes: float | None
     """Of the device, where it is a GPU."""
     timed: tuple[Timed, ...]
