@@ -33,12 +33,13 @@ class Overheads:
     start: float = 2.6
     """From a submission to the first step of a trial."""
     start_waits: float = 0.3
-    """Power of 1 / share by which it grows besides: many processes start in turn, and each waits for a core."""
+    """Power of 1 / share by which it grows besides: many processes start in turn, each waits for a core."""
     trial: float = 0.03
     """Of each trial, besides."""
     epoch: float = 0.01
     """Of each report."""
-    end: float = 0.05
+    end: float = 0.3
+    """From the last trial's end to the sweep's, besides the validation that verifies the best checkpoint."""
     drift: float = 0.1
     """Standard deviation of the logarithm of how fast the machine is, from one time to another."""
     uneven: float = 0.03
@@ -102,17 +103,20 @@ def simulate(
     machines = _stratified(count, drift, rng)
     starts = _stratified(count, overheads.start_drift, rng)
     freed = _triangular(count, rng)
+    validation_s = median(load.averaged_s for load in loads)
     runs = []
     for machine, start, free in zip(machines, starts, freed, strict=True):
         less = share**free
         race = _Race(spec, loads, machine * less, loading_s * less, overheads, rng)
         waits = share ** (-overheads.start_waits * (1 - free))
-        runs.append(race.run(slots, start * overheads.start * loading_s * less * waits))
+        wall, busy, epochs = race.run(slots, start * overheads.start * loading_s * less * waits)
+        ending = overheads.end * loading_s * less + validation_s * machine * less
+        runs.append((wall + ending, busy, epochs, wall >= (spec.budget.wall_s or math.inf)))
     return Simulated(
-        wall_s=band([wall + overheads.end * loading_s for wall, _, _ in runs]),
-        busy_s=band([busy for _, busy, _ in runs]),
-        epochs=band([float(done) for _, _, done in runs]),
-        capped=sum(race_end >= (spec.budget.wall_s or math.inf) for race_end, _, _ in runs) / count,
+        wall_s=band([wall for wall, _, _, _ in runs]),
+        busy_s=band([busy for _, busy, _, _ in runs]),
+        epochs=band([float(done) for _, _, done, _ in runs]),
+        capped=sum(was_capped for _, _, _, was_capped in runs) / count,
     )
 
 

@@ -182,7 +182,7 @@ def _work(
 
         torch.set_num_threads(order.threads)
         corpus = load_encoded(order.corpus, Path(data_dir), text_digests(order.corpus), Path(scratch))
-        from trials.attempt import _named
+        from trials.attempt import describe_device
 
         memory = total_bytes(order.device) if order.device != "cpu" else None
         refused = [words for point in points if (words := _refusal(order, point, corpus))]
@@ -195,7 +195,7 @@ def _work(
         _go_round(turns, store)
         by_config = {turn.config: turn.measured for turn in turns}
         timed = [by_config.get(point, _Measured()) for point in points]
-        answer.send(_Found(_named(order.device), start_s, share_of_core(), memory, timed, refused))
+        answer.send(_Found(describe_device(order.device), start_s, share_of_core(), memory, timed, refused))
     except Exception as error:
         together.abort()
         answer.send(f"{type(error).__name__}: {error}")
