@@ -142,6 +142,24 @@ def test_a_large_sweep_is_simulated_less_often_and_still_tells() -> None:
     assert 1.2 < large.wall_s.p90 / large.wall_s.p10 < 1.4
 
 
+@pytest.mark.parametrize(
+    "pruner",
+    [{"name": "none"}, {"name": "median", "startup_trials": 2}, {"name": "hyperband"}],
+    ids=lambda pruner: pruner["name"],
+)
+def test_the_largest_sweep_there_may_be_is_told_by_a_part_of_it(pruner: dict[str, Any]) -> None:
+    """Its epochs, too: no more events than there is time for."""
+    asked = sweep(100_000, epochs=500, arms=3, pruner=pruner)
+    found = run(asked, [PLAIN] * 3, slots=2)
+    assert found.wall_s.p50 == pytest.approx(found.busy_s.p50 / 2, rel=0.05)
+    assert found.busy_s.p50 == pytest.approx(2 * found.epochs.p50)
+    assert 100_000 <= found.epochs.p50 <= 100_000 * 500
+    capped = asked.model_copy(update={"budget": asked.budget.model_copy(update={"wall_s": 3_000.0})})
+    short = run(capped, [PLAIN] * 3, slots=2)
+    assert (short.wall_s.p90, short.capped) == (pytest.approx(3_000), 1.0)
+    assert short.busy_s.p50 == pytest.approx(6_000, rel=0.01)
+
+
 def test_a_band_is_of_deciles() -> None:
     assert band([float(i) for i in itertools.chain(range(50, 101), range(50))]) == Band(10, 50, 90)
     assert band([3.0]) == Band(3, 3, 3)

@@ -10,7 +10,7 @@ import math
 import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist, median
 
 from trials.pruners import bracket_of, rungs_of
@@ -18,7 +18,7 @@ from trials.spec import Hyperband, MedianPruner, SuccessiveHalving, SweepSpec
 
 SIMULATIONS = 200
 FEWEST_SIMULATIONS = 30
-MOST_EVENTS = 300_000
+MOST_EVENTS = 200_000
 """Over all simulations: about half a second."""
 
 
@@ -96,9 +96,9 @@ def simulate(
     the machine is, all that is unsure of it. `share` is what the probe had of its cores: a sweep has that, or
     more, up to all of them.
     """
-    trials = spec.budget.trials
-    checks = 1 + max((len(rungs_of(spec, draw)) for draw in range(min(spec.draws, 100))), default=0)
-    count = max(FEWEST_SIMULATIONS, min(SIMULATIONS, MOST_EVENTS // (trials * checks)))
+    events = _events_of_a_trial(spec)
+    count = max(FEWEST_SIMULATIONS, min(SIMULATIONS, MOST_EVENTS // (spec.budget.trials * events)))
+    trials = min(spec.budget.trials, MOST_EVENTS // (count * events) // len(spec.arms) * len(spec.arms))
     rng = random.Random(seed)
     machines = _stratified(count, drift, rng)
     starts = _stratified(count, overheads.start_drift, rng)
@@ -107,17 +107,28 @@ def simulate(
     runs = []
     for machine, start, free in zip(machines, starts, freed, strict=True):
         less = share**free
-        race = _Race(spec, loads, machine * less, loading_s * less, overheads, rng)
         waits = share ** (-overheads.start_waits * (1 - free))
-        wall, busy, epochs = race.run(slots, start * overheads.start * loading_s * less * waits)
+        start_s = start * overheads.start * loading_s * less * waits
+        race = _Race(spec, loads, machine * less, loading_s * less, overheads, rng)
+        run = race.run(trials, slots, start_s)
         ending = overheads.end * loading_s * less + validation_s * machine * less
-        runs.append((wall + ending, busy, epochs, wall >= (spec.budget.wall_s or math.inf)))
+        runs.append(replace(run, wall_s=run.wall_s + ending))
     return Simulated(
-        wall_s=band([wall for wall, _, _, _ in runs]),
-        busy_s=band([busy for _, busy, _, _ in runs]),
-        epochs=band([float(done) for _, _, done, _ in runs]),
-        capped=sum(was_capped for _, _, _, was_capped in runs) / count,
+        wall_s=band([run.wall_s for run in runs]),
+        busy_s=band([run.busy_s for run in runs]),
+        epochs=band([run.epochs for run in runs]),
+        capped=sum(run.is_capped for run in runs) / count,
     )
+
+
+def _events_of_a_trial(spec: SweepSpec) -> int:
+    """How often it is looked at, about: with halving most end at their first rung."""
+    match spec.pruner:
+        case MedianPruner():
+            return 1 + len(rungs_of(spec, 0))
+        case SuccessiveHalving() | Hyperband():
+            return 3
+    return 1
 
 
 def band(values: Sequence[float]) -> Band:
@@ -161,6 +172,17 @@ def _triangular(count: int, rng: random.Random) -> list[float]:
     return drawn
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What one simulation came to."""
+
+    wall_s: float
+    busy_s: float
+    epochs: float
+    is_capped: bool
+    """Whether budget.wall_s ended it."""
+
+
 class _Race:
     """One simulation."""
 
@@ -189,10 +211,12 @@ class _Race:
         """Of a running trial, for the median pruner."""
         self._complete = [0] * len(spec.arms)
 
-    def run(self, slots: int, start_s: float) -> tuple[float, float, int]:
-        """(seconds from start to end, seconds of all trials, epochs)."""
-        spec, until = self._spec, self._spec.budget.wall_s or math.inf
-        waiting = iter(range(spec.budget.trials))
+    def run(self, trials: int, slots: int, start_s: float) -> _Run:
+        """Of so many trials, which stand for the others of a very large sweep."""
+        spec = self._spec
+        times = spec.budget.trials / trials
+        until = start_s + max(0.0, (spec.budget.wall_s or math.inf) - start_s) / times
+        waiting = iter(range(trials))
         running: list[tuple[float, int, int]] = []
         """(when it comes to its next rung, trial, which one that is)"""
         state: dict[int, _Running] = {}
@@ -203,7 +227,7 @@ class _Race:
                 state[number] = one = self._begun(number, at)
                 heapq.heappush(running, (one.reaches(one.next_check), number, one.next_check))
 
-        for _ in range(min(slots, spec.budget.trials)):
+        for _ in range(min(slots, trials)):
             begin(start_s)
         while running:
             at, number, epoch = heapq.heappop(running)
@@ -222,7 +246,7 @@ class _Race:
             del state[number]
             busy, done, wall = busy + at - one.began, done + epoch, max(wall, at)
             begin(at)
-        return wall, busy, done
+        return _Run(start_s + (wall - start_s) * times, busy * times, done * times, wall >= until)
 
     def _begun(self, number: int, at: float) -> "_Running":
         load, spec = self._loads[number % len(self._loads)], self._spec
@@ -254,7 +278,7 @@ class _Race:
             case MedianPruner(startup_trials=startup):
                 self._seen.setdefault(number, []).append((epoch, loss))
                 there = self._there.get((arm, 0, epoch), [])
-                return self._complete[arm] >= startup and bool(there) and loss > median(there)
+                return self._complete[arm] >= startup and bool(there) and loss > there[(len(there) - 1) // 2]
         return False
 
     def _has_completed(self, number: int) -> None:
