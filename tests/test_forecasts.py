@@ -22,7 +22,7 @@ from service.launcher import Capacity, ProbeFailed
 from service.settings import Settings
 from service.sweeps import SweepController, build_controller
 from tests.fakes import MemoryLauncher, probe_of
-from tests.played_service import SPEC, played_service
+from tests.played_service import SPEC, played_service, wait_for
 from tests.service_process import write_corpus
 from tests.test_http import assert_problem
 from trials.spec import SweepRequest
@@ -76,10 +76,8 @@ def test_what_was_planned_is_what_the_sweep_tries(tmp_path: Path) -> None:
     with played_service(tmp_path) as http:
         foreseen = validated(http)["forecast"]["samples"]
         sweep_id = http.post("/v1/sweeps", json=ASKED).json()["id"]
-        path = f"/v1/sweeps/{sweep_id}"
-        while http.get(path).json()["state"] != "succeeded":
-            pass
-        trials = http.get(f"{path}/trials").json()["trials"]
+        wait_for(http, sweep_id, "succeeded")
+        trials = http.get(f"/v1/sweeps/{sweep_id}/trials").json()["trials"]
     for sample, trial in zip(foreseen, trials, strict=False):
         for name in ("number", "arm", "draw", "seed", "params"):
             assert sample[name] == trial[name]

@@ -30,21 +30,21 @@ class Overheads:
     work of the same kind, and grows with it on a slow machine or a busy one.
     """
 
-    start: float = 2.6
+    start: float = 2.3
     """From a submission to the first step of a trial."""
-    start_waits: float = 0.3
+    start_waits: float = 0.4
     """Power of 1 / share by which it grows besides: many processes start in turn, each waits for a core."""
     trial: float = 0.03
     """Of each trial, besides."""
-    epoch: float = 0.01
+    epoch: float = 0.012
     """Of each report."""
-    end: float = 0.3
+    end: float = 0.25
     """From the last trial's end to the sweep's, besides the validation that verifies the best checkpoint."""
     drift: float = 0.1
     """Standard deviation of the logarithm of how fast the machine is, from one time to another."""
     uneven: float = 0.03
     """The same from trial to trial."""
-    start_drift: float = 0.15
+    start_drift: float = 0.2
     """The same of the start."""
 
 
