@@ -147,6 +147,15 @@ def test_sizes_of_checkpoints_are_those_of_the_files(tmp_path: Path) -> None:
         assert size <= said + 10_240 <= size + 40_000  # a tar has headers, and is filled up to 10 KiB
 
 
+def test_each_trial_that_runs_has_two_states_for_a_moment() -> None:
+    asked = spec(space={}, budget={"trials": 10}, model=SMALL)
+    planned = plan(asked)
+    one, two = (checkpoints_bytes(asked, planned, 100, at_once) for at_once in (1, 2))
+    config = planned[0].config
+    assert two - one == best_bytes(config, 100) + 2 * last_bytes(config, 100)
+    assert one == 11 * best_bytes(config, 100) + 2 * last_bytes(config, 100)
+
+
 def test_few_kept_checkpoints_take_less_and_more_epochs_take_rows() -> None:
     asked, kept = (spec(space={}, budget={"trials": 100}, retention=r) for r in ({}, {"bests_per_arm": 2}))
     assert checkpoints_bytes(kept, plan(kept), 1_000, 2) < checkpoints_bytes(asked, plan(asked), 1_000, 2) / 5

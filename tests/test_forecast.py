@@ -75,6 +75,19 @@ def test_halving_trains_fewer_epochs_and_at_least_one_trial_to_its_end() -> None
     assert pruned.busy_s.p50 == pytest.approx(2 * pruned.epochs.p50)
 
 
+def test_as_many_pass_a_rung_as_the_ledger_would_let_pass() -> None:
+    """Of losses in any order, the n-th to come is among the best max(1, n // 3) so far by that chance."""
+    pruner = {"name": "successive_halving", "min_epochs": 1, "reduction_factor": 3}
+    expected = 60 + sum(max(1, n // 3) / n for n in range(1, 61))
+    assert run(sweep(60, epochs=2, pruner=pruner), [PLAIN]).epochs.p50 == pytest.approx(expected, abs=1.5)
+
+
+def test_a_median_is_that_of_trials_that_came_to_their_ends() -> None:
+    """Which are ever better ones: of pruned ones, too, half of all trials would pass."""
+    pruner = {"name": "median", "min_epochs": 1, "startup_trials": 1}
+    assert run(sweep(200, epochs=2, pruner=pruner), [PLAIN]).epochs.p90 < 200 + 60
+
+
 @pytest.mark.parametrize("name", ["successive_halving", "hyperband", "median"])
 def test_arms_never_prune_one_another(name: str) -> None:
     """With one trial an arm there is nobody to be compared with."""

@@ -121,6 +121,12 @@ def test_of_a_kind_of_training_that_was_not_timed_at_all_others_tell() -> None:
     assert told.training == pytest.approx(2 * known.training)
 
 
+def test_what_is_computed_again_is_an_operation_too() -> None:
+    plain = config()
+    again = replace(plain, training=replace(plain.training, recompute=True))
+    assert operations(plain, V) < operations(again, V) < 1.34 * operations(plain, V)
+
+
 def test_validation_grows_with_its_text_and_checkpoints_with_the_model() -> None:
     asked = order(config(), config(hidden_size=200))
     few, many = (StepTimes(probe_of(asked, valid_tokens=n)).epoch(config(), 60.0) for n in (20_000, 40_000))
