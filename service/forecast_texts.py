@@ -6,7 +6,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from service.fitting import gib
 from service.forecast_schemas import ArmForecast, BandView, Forecast, ProbeView, SampledView
 
 
@@ -19,7 +18,7 @@ def show(forecast: Forecast, console: Console) -> None:
     if any(arm.epoch_s for arm in forecast.arms):
         console.print(arms_table(forecast.arms))
     for name, value in facts(forecast):
-        console.print(f"[bold]{name:<14}[/]{value}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{name:<13}[/]{value}", highlight=False, soft_wrap=True)
     if forecast.wall_s is not None:
         console.print("In brackets: P10 to P90.", style="dim")
     for sentence in (*forecast.unknown, *forecast.assumptions):
@@ -59,20 +58,20 @@ def facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
         wall = forecast.wall_s
         yield "wall time", f"{in_words(wall.p50)} ({in_words(wall.p10)} to {in_words(wall.p90)})"
     if forecast.device_hours is not None:
-        unit = "GPU-hours" if forecast.device == "gpus" else "CPU-thread-hours"
-        yield "device", f"{banded(forecast.device_hours)} {unit}"
+        unit = "of a GPU" if forecast.device == "gpus" else "of a CPU thread"
+        yield "device-hours", f"{banded(forecast.device_hours)} {unit}"
     if forecast.epochs is not None:
         yield "epochs", banded(forecast.epochs)
     disk, memory = forecast.disk, forecast.memory
     if disk.checkpoints_bytes is not None:
-        free = "" if disk.free_bytes is None else f"; {gib(disk.free_bytes)} free"
-        yield "disk", f"up to {gib(disk.checkpoints_bytes + disk.database_bytes)}{free}"
+        free = "" if disk.free_bytes is None else f"; {size(disk.free_bytes)} free"
+        yield "disk", f"up to {size(disk.checkpoints_bytes + disk.database_bytes)}{free}"
     if memory.all_trials_bytes is not None and memory.per_trial_bytes is not None:
-        there = "" if memory.available_bytes is None else f" of {gib(memory.available_bytes)}"
+        there = "" if memory.available_bytes is None else f" of {size(memory.available_bytes)}"
         yield (
             "memory",
-            f"up to {gib(memory.per_trial_bytes)} a trial, {gib(memory.all_trials_bytes)}{there} for "
-            f"{memory.at_once} at once; {gib(memory.service_bytes)} for service and driver",
+            f"up to {size(memory.per_trial_bytes)} a trial, {size(memory.all_trials_bytes)}{there} for "
+            f"{memory.at_once} at once; {size(memory.service_bytes)} for service and driver",
         )
     if forecast.probe is not None:
         yield "measured", measured(forecast.probe)
@@ -103,6 +102,11 @@ def in_words(seconds: float) -> str:
         return f"{hours} h {minutes} min"
     days, hours = divmod(hours, 24)
     return f"{days} days {hours} h"
+
+
+def size(count: float) -> str:
+    """Of so many bytes: 210 MiB, 1.2 GiB."""
+    return f"{count / 2**20:,.0f} MiB" if count < 2**30 else f"{count / 2**30:,.1f} GiB"
 
 
 def banded(band: BandView) -> str:

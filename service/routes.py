@@ -77,7 +77,10 @@ KEYED = _problems(
         422: "What is asked for cannot be, or the Idempotency-Key came with another request before.",
     }
 )
-CHECKED: Responses = {200: {"model": Validation, "description": "Only its check was asked for."}}
+CHECKED: Responses = {
+    200: {"model": Validation, "description": "Only its check was asked for."},
+    **_problems({503: "The database does not answer, or too many others wait for forecasts; ask again."}),
+}
 VERB: Responses = {**NO_SUCH, **KEYED, **_problems({415: "A body, if there is one, is application/json."})}
 BAD_QUERY = _problems({422: "A parameter of the query makes no sense; each error names it."})
 CONDITIONAL = _problems(
@@ -221,11 +224,7 @@ class TrialListQuery(ListQuery):
     "",
     status_code=201,
     response_model=SweepDetail,
-    responses={
-        200: {"model": Validation, "description": "Only its check was asked for."},
-        **BAD_SPEC,
-        **KEYED,
-    },
+    responses={**CHECKED, **BAD_SPEC, **KEYED},
 )
 async def create_sweep(
     spec: SweepRequest,

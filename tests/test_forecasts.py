@@ -16,7 +16,7 @@ from service.cli import app
 from service.errors import ClientGone, InvalidSpec, TooManyForecasts
 from service.fitting import Disk
 from service.forecast_schemas import Forecast
-from service.forecast_texts import in_words
+from service.forecast_texts import in_words, size
 from service.forecasts import Forecasts
 from service.launcher import Capacity, ProbeFailed
 from service.settings import Settings
@@ -330,7 +330,7 @@ def test_a_dry_run_shows_the_forecast_and_prints_a_spec_that_can_be_submitted(ht
     assert result.exit_code == 0, result.output
     written = json.loads(result.stdout)
     assert http.post("/v1/sweeps", json=written).status_code == 201
-    for words in ("First configurations", "batch_size 20", "wall time", "CPU-thread-hours", "disk", "memory"):
+    for words in ("First configurations", "batch_size 20", "wall time", "of a CPU thread", "disk", "memory"):
         assert words in result.stderr
     assert "No trial fails" in result.stderr
     assert "fd" in result.stderr
@@ -357,3 +357,12 @@ def test_a_dry_run_in_json_has_all_of_it(http: httpx.Client) -> None:
 )
 def test_seconds_are_told_in_the_largest_units_that_fit(seconds: float, words: str) -> None:
     assert in_words(seconds) == words
+
+
+def test_bytes_are_told_in_the_unit_that_fits() -> None:
+    assert [size(count) for count in (3 * 2**20, 2**30 - 2**25, 2**30, 2.5 * 2**40)] == [
+        "3 MiB",
+        "992 MiB",
+        "1.0 GiB",
+        "2,560.0 GiB",
+    ]
