@@ -9,7 +9,7 @@ import heapq
 import math
 import random
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist, median
 
@@ -18,7 +18,7 @@ from trials.spec import Hyperband, MedianPruner, SuccessiveHalving, SweepSpec
 
 SIMULATIONS = 200
 FEWEST_SIMULATIONS = 30
-MOST_EVENTS = 200_000
+MOST_EVENTS = 50_000
 """Over all simulations: about half a second."""
 
 
@@ -104,12 +104,13 @@ def simulate(
     starts = _stratified(count, overheads.start_drift, rng)
     freed = _triangular(count, rng)
     validation_s = median(load.averaged_s for load in loads)
+    checks = _checks(spec)
     runs = []
     for machine, start, free in zip(machines, starts, freed, strict=True):
         less = share**free
         waits = share ** (-overheads.start_waits * (1 - free))
         start_s = start * overheads.start * loading_s * less * waits
-        race = _Race(spec, loads, machine * less, loading_s * less, overheads, rng)
+        race = _Race(spec, loads, machine * less, loading_s * less, overheads, checks, rng)
         run = race.run(trials, slots, start_s)
         ending = overheads.end * loading_s * less + validation_s * machine * less
         runs.append(replace(run, wall_s=run.wall_s + ending))
@@ -119,6 +120,20 @@ def simulate(
         epochs=band([run.epochs for run in runs]),
         capped=sum(run.is_capped for run in runs) / count,
     )
+
+
+def _checks(spec: SweepSpec) -> dict[int, list[int]]:
+    """The epochs after which a trial may end, the last one among them, by its bracket."""
+    known: dict[int, list[int]] = {}
+    for draw in range(spec.draws):
+        bracket = bracket_of(spec, draw)
+        if bracket not in known:
+            known[bracket] = [*sorted(rungs_of(spec, draw)), spec.training.epochs]
+        if not isinstance(spec.pruner, Hyperband) or len(known) == len(
+            spec.pruner.first_rungs(spec.training.epochs)
+        ):
+            break
+    return known
 
 
 def _events_of_a_trial(spec: SweepSpec) -> int:
@@ -193,6 +208,7 @@ class _Race:
         factor: float,
         loading_s: float,
         overheads: Overheads,
+        checks: Mapping[int, Sequence[int]],
         rng: random.Random,
     ) -> None:
         self._spec, self._loads, self._factor, self._overheads, self._rng = (
@@ -205,6 +221,7 @@ class _Race:
         self._loading_s = loading_s
         self._telling = rng.random()
         """How far the loss at one rung tells that at the next: nobody knows."""
+        self._checks = checks
         self._there: dict[tuple[int, int, int], list[float]] = {}
         """Losses at a rung by arm, bracket and epoch, ascending."""
         self._seen: dict[int, list[tuple[int, float]]] = {}
@@ -263,7 +280,7 @@ class _Race:
             averaged_s=load.averaged_s * factor,
             averaged_from=averaged_from,
             quality=self._rng.random(),
-            checks=[*sorted(rungs_of(spec, spec.draw_of(number))), epochs],
+            checks=self._checks[bracket_of(spec, spec.draw_of(number))],
         )
 
     def _is_pruned(self, number: int, epoch: int, one: "_Running") -> bool:
@@ -297,7 +314,7 @@ class _Running:
     averaged_s: float
     averaged_from: int
     quality: float
-    checks: list[int]
+    checks: Sequence[int]
     """Epochs after which it may end, the last one among them."""
 
     @property
