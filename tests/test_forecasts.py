@@ -191,16 +191,16 @@ def test_what_the_probe_left_out_is_told(controller: SweepController, prober: Pr
 def test_a_vocabulary_once_known_refuses_submissions_too(
     controller: SweepController, prober: Prober, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = 3 * 2**30
+    there, few = 2**30, {"trials": 2}
     monkeypatch.setattr(prober, "_capacity", Capacity(2, 0, memory_bytes=there))
-    controller.checked(spec_of())
+    controller.checked(spec_of(budget=few))
     prober.may_answer.set()
-    prober.given = {"vocabulary_size": 20_000_000}
+    prober.given = {"vocabulary_size": 2_000_000}
     with pytest.raises(InvalidSpec) as refused:
-        foreseen(controller)
+        foreseen(controller, budget=few)
     assert [problem.code for problem in refused.value.problems] == ["too_little_memory"]
     with pytest.raises(InvalidSpec):
-        controller.checked(spec_of())
+        controller.checked(spec_of(budget=few))
     controller.checked(spec_of(corpus={"name": "sotu", "train_tokens": 5_000}))  # another text
 
 
