@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from service.errors import Problem
 from service.launcher import Capacity
 from trials.corpora import FILES, CorpusSpec, PathCorpus
-from trials.memory import peak_bytes
+from trials.memory import amount, peak_bytes
 from trials.plan import Planned, plan
 from trials.spec import SweepSpec, TrialConfig
 
@@ -62,7 +62,7 @@ def certain_problems(
     planned = plan(spec, MOST_LOOKED_AT)
     return [
         *memory_problems(spec, planned, capacity, types),
-        *disk_problems(spec, planned, types, disk, capacity),
+        *disk_problems(spec, planned, types, disk),
     ]
 
 
@@ -108,9 +108,9 @@ def memory_problems(
         return []
     fitting = max(1, int(at_once * capacity.memory_bytes / together))
     words = (
-        f"{at_once} trials at once take up to {gib(together)} of memory, and there are "
-        f"{gib(capacity.memory_bytes)}: set resources.max_concurrent to {fitting}, or lower batch_size, bptt "
-        "or the sizes of the model"
+        f"{at_once} trials at once take up to {amount(together)} of memory, and there are "
+        f"{amount(capacity.memory_bytes)}: set resources.max_concurrent to {fitting}, or lower batch_size, "
+        "bptt or the sizes of the model"
     )
     return [Problem("/resources/max_concurrent", "too_little_memory", words)]
 
@@ -121,8 +121,8 @@ def too_large(
     part = "in all" if share == 1 else f"for a share of {share:g}"
     more = "" if share == 1 else ", or raise resources.gpus"
     words = (
-        f"trial {trial.number} of arm {trial.arm!r} takes up to {gib(peak)} of memory, and there are "
-        f"{gib(there)} {part}: lower batch_size, bptt or the sizes of the model{more}"
+        f"trial {trial.number} of arm {trial.arm!r} takes up to {amount(peak)} of memory, and there are "
+        f"{amount(there)} {part}: lower batch_size, bptt or the sizes of the model{more}"
     )
     return Problem(_blamed(spec, trial, there, vocabulary_size), "too_little_memory", words)
 
@@ -188,21 +188,40 @@ def checkpoints_bytes(spec: SweepSpec, planned: Sequence[Planned], vocabulary_si
     """At most: of all trials, of which those that were planned tell, and of those that run."""
     if not planned:
         return 0
-    share = spec.budget.trials / len(planned)
-    bests: dict[str, list[int]] = {arm: [] for arm in spec.arms}
-    for trial in planned:
-        bests[trial.arm].append(best_bytes(trial.config, vocabulary_size))
-    kept = 0.0
-    for sizes in bests.values():
-        most = spec.retention.bests_per_arm
-        count = len(sizes) * share if most is None else min(most, len(sizes) * share)
-        kept += count * (max(sizes) if most is not None and sizes else sum(sizes) / max(1, len(sizes)))
+    kept = sum(
+        count * (max(sizes) if count < trials else sum(sizes) / len(sizes))
+        for trials, count, sizes in _kept(spec, planned, lambda config: best_bytes(config, vocabulary_size))
+    )
     running = max(
         best_bytes(trial.config, vocabulary_size) * (1 if spec.retention.bests_per_arm is None else 2)
         + 2 * last_bytes(trial.config, vocabulary_size)  # the next one is written before the last one goes
         for trial in planned
     )
     return int(kept + at_once * running)
+
+
+def weights_bytes(spec: SweepSpec, planned: Sequence[Planned], vocabulary_size: int) -> int:
+    """Of what is kept in the end, at least: the weights alone."""
+    return int(
+        sum(
+            count * (min(sizes) if count < trials else sum(sizes) / len(sizes))
+            for trials, count, sizes in _kept(
+                spec, planned, lambda config: 4 * config.model.parameter_count(vocabulary_size)
+            )
+        )
+    )
+
+
+def _kept(
+    spec: SweepSpec, planned: Sequence[Planned], size: Callable[[TrialConfig], int]
+) -> Iterator[tuple[float, float, list[int]]]:
+    """(trials, best checkpoints that stay, sizes of those that were planned) of each arm."""
+    share = spec.budget.trials / max(1, len(planned))
+    for arm in spec.arms:
+        sizes = [size(trial.config) for trial in planned if trial.arm == arm]
+        if sizes:
+            trials = share * len(sizes)
+            yield trials, min(trials, spec.retention.bests_per_arm or trials), sizes
 
 
 def best_bytes(config: TrialConfig, vocabulary_size: int) -> int:
@@ -223,16 +242,16 @@ def database_bytes(spec: SweepSpec) -> int:
 
 
 def disk_problems(
-    spec: SweepSpec, planned: Sequence[Planned], vocabulary_size: int, disk: Disk, capacity: Capacity
+    spec: SweepSpec, planned: Sequence[Planned], vocabulary_size: int, disk: Disk
 ) -> list[Problem]:
     """Where the checkpoints do not fit, though the budget has nothing that may end the sweep before."""
-    needed = checkpoints_bytes(spec, planned, vocabulary_size, slots(spec, capacity))
+    needed = weights_bytes(spec, planned, vocabulary_size)
     ends_early = spec.budget.wall_s is not None or spec.budget.target is not None
     if needed <= disk.room or ends_early:
         return []
     words = (
-        f"its checkpoints take up to {gib(needed)}, and {gib(max(0.0, disk.room))} of disk can be filled: "
-        "keep fewer with retention.bests_per_arm, ask for fewer trials, or free some"
+        f"the weights that it keeps take {amount(needed)}, and {amount(max(0.0, disk.room))} of disk can be "
+        "filled: keep fewer with retention.bests_per_arm, ask for fewer trials, or free some"
     )
     return [Problem("/retention/bests_per_arm", "too_little_disk", words)]
 
@@ -246,7 +265,3 @@ def corpus_stamp(corpus: CorpusSpec) -> bytes:
                 status = os.stat(Path(corpus.path, name))
                 files.append((status.st_size, status.st_mtime_ns))
     return hashlib.sha256(to_json([corpus.model_dump(mode="json"), files])).digest()
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from service.forecast_schemas import ArmForecast, BandView, Forecast, ProbeView, SampledView
+from trials.memory import amount
 
 
 def show(forecast: Forecast, console: Console) -> None:
@@ -64,14 +65,14 @@ def facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
         yield "epochs", banded(forecast.epochs)
     disk, memory = forecast.disk, forecast.memory
     if disk.checkpoints_bytes is not None:
-        free = "" if disk.free_bytes is None else f"; {size(disk.free_bytes)} free"
-        yield "disk", f"up to {size(disk.checkpoints_bytes + disk.database_bytes)}{free}"
+        free = "" if disk.free_bytes is None else f"; {amount(disk.free_bytes)} free"
+        yield "disk", f"up to {amount(disk.checkpoints_bytes + disk.database_bytes)}{free}"
     if memory.all_trials_bytes is not None and memory.per_trial_bytes is not None:
-        there = "" if memory.available_bytes is None else f" of {size(memory.available_bytes)}"
+        there = "" if memory.available_bytes is None else f" of {amount(memory.available_bytes)}"
         yield (
             "memory",
-            f"up to {size(memory.per_trial_bytes)} a trial, {size(memory.all_trials_bytes)}{there} for "
-            f"{memory.at_once} at once; {size(memory.service_bytes)} for service and driver",
+            f"up to {amount(memory.per_trial_bytes)} a trial, {amount(memory.all_trials_bytes)}{there} "
+            f"for {memory.at_once} at once; {amount(memory.service_bytes)} for service and driver",
         )
     if forecast.probe is not None:
         yield "measured", measured(forecast.probe)
@@ -102,11 +103,6 @@ def in_words(seconds: float) -> str:
         return f"{hours} h {minutes} min"
     days, hours = divmod(hours, 24)
     return f"{days} days {hours} h"
-
-
-def size(count: float) -> str:
-    """Of so many bytes: 210 MiB, 1.2 GiB."""
-    return f"{count / 2**20:,.0f} MiB" if count < 2**30 else f"{count / 2**30:,.1f} GiB"
 
 
 def banded(band: BandView) -> str:

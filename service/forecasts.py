@@ -141,7 +141,7 @@ class Forecasts:
             problems = [
                 *memory_problems(spec, planned, capacity, probe.vocabulary_size),
                 *_too_large_for_a_gpu(spec, planned, probe),
-                *disk_problems(spec, planned, probe.vocabulary_size, disk, capacity),
+                *disk_problems(spec, planned, probe.vocabulary_size, disk),
             ]
             if problems:
                 raise InvalidSpec(problems)

@@ -20,6 +20,7 @@ from service.fitting import (
     last_bytes,
     memory_problems,
     slots,
+    weights_bytes,
 )
 from service.launcher import Capacity
 from tests.fakes import spec
@@ -123,9 +124,9 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused_unless_few_are_kept() 
 
 def test_room_that_has_to_stay_free_is_no_room() -> None:
     asked = spec(space={}, budget={"trials": 10}, model=SMALL)
-    needed = checkpoints_bytes(asked, plan(asked), 100, at_once=2)
+    needed = weights_bytes(asked, plan(asked), 100)
     for floor, problems in ((0.0, 0), (1.0, 1)):
-        found = disk_problems(asked, plan(asked), 100, Disk(needed, floor), machine())
+        found = disk_problems(asked, plan(asked), 100, Disk(needed, floor))
         assert len(found) == problems
 
 
@@ -158,6 +159,8 @@ def test_each_trial_that_runs_has_two_states_for_a_moment() -> None:
 
 def test_few_kept_checkpoints_take_less_and_more_epochs_take_rows() -> None:
     asked, kept = (spec(space={}, budget={"trials": 100}, retention=r) for r in ({}, {"bests_per_arm": 2}))
+    assert 0 < weights_bytes(kept, plan(kept), 1_000) < weights_bytes(asked, plan(asked), 1_000) / 20
+    assert weights_bytes(asked, plan(asked), 1_000) < checkpoints_bytes(asked, plan(asked), 1_000, 2)
     assert checkpoints_bytes(kept, plan(kept), 1_000, 2) < checkpoints_bytes(asked, plan(asked), 1_000, 2) / 5
     longer = spec(space={}, budget={"trials": 100}, training={"epochs": 50})
     assert database_bytes(longer) > database_bytes(asked) > 0

@@ -16,7 +16,7 @@ from service.cli import app
 from service.errors import ClientGone, InvalidSpec, TooManyForecasts
 from service.fitting import Disk
 from service.forecast_schemas import Forecast
-from service.forecast_texts import in_words, size
+from service.forecast_texts import in_words
 from service.forecasts import Forecasts
 from service.launcher import Capacity, ProbeFailed
 from service.settings import Settings
@@ -25,6 +25,7 @@ from tests.fakes import MemoryLauncher, probe_of
 from tests.played_service import SPEC, played_service, wait_for
 from tests.service_process import write_corpus
 from tests.test_http import assert_problem
+from trials.memory import amount
 from trials.spec import SweepRequest
 from trials.steps import Probe, ProbeOrder
 
@@ -360,7 +361,7 @@ def test_seconds_are_told_in_the_largest_units_that_fit(seconds: float, words: s
 
 
 def test_bytes_are_told_in_the_unit_that_fits() -> None:
-    assert [size(count) for count in (3 * 2**20, 2**30 - 2**25, 2**30, 2.5 * 2**40)] == [
+    assert [amount(count) for count in (3 * 2**20, 2**30 - 2**25, 2**30, 2.5 * 2**40)] == [
         "3 MiB",
         "992 MiB",
         "1.0 GiB",

@@ -76,7 +76,7 @@ def require_memory(config: TrialConfig, vocabulary_size: int, device: str, gpu_s
         if share < 1:
             part, more = f"for a share of {share:g}", ", or raise resources.gpus"
         raise NotEnoughMemory(
-            f"this configuration takes up to {_gib(needed)} of memory, and {device} has {_gib(total)} "
+            f"this configuration takes up to {amount(needed)} of memory, and {device} has {amount(total)} "
             f"{part}: lower batch_size, bptt or the sizes of the model{more}"
         )
 
@@ -98,5 +98,6 @@ def limit_of_cgroup(folder: Path) -> float:
         return math.inf
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def amount(size: float) -> str:
+    """Of so many bytes: 210 MiB, 1.2 GiB."""
+    return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"
