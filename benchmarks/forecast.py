@@ -3,9 +3,9 @@
     .venv/bin/python -m benchmarks.forecast --sweeps 10 --seed 2
 
 Each sweep is drawn at random by the seed: its corpus's length, model, arms, space, sampler, pruner, how many
-trials at once. A first forecast tells how many trials come to about `--seconds`; the one of those is what
-counts, and then it is submitted. Prints Markdown: the forecast's wall time, the measured one from submission
-to `succeeded`, and whether that is inside. What is calibrated on some seeds is reported on others.
+trials at once. It is forecast, then submitted; idle, two cores take half a minute to a minute for it. Prints
+Markdown: the forecast's wall time, the measured one from submission to `succeeded`, and whether that is
+inside. What is calibrated on some seeds is reported on others.
 """
 
 import argparse
@@ -27,9 +27,6 @@ from service.errors import INTERRUPTED
 from service.forecast_schemas import Forecast
 from service.running import Interrupted, Signals, running_service
 from service.schemas import SweepDetail
-
-START_S = 12.0
-"""Of a driver, about: what trials cannot shorten."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +82,7 @@ def bodies(seed: int, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
             "pruner": pruner,
             "resources": {"max_concurrent": at_once},
         }
+        body["budget"] = {"trials": len(body["arms"]) * max(3, rng.randint(6, 12) // len(body["arms"]))}
         arms, space = "/".join(SHORT[arm] for arm in body["arms"]), ", ".join(body["space"])
         what = f"{sampler['name']}, {pruner['name']}, {arms}; {space}; {layers}×{width}; {at_once} at once"
         yield what, body
@@ -113,21 +111,12 @@ SPACE: dict[str, Any] = {
     "weight_p": {"type": "uniform", "low": 0.1, "high": 0.6},
     "embedding_size": {"type": "integer", "low": 32, "high": 96},
 }
-FIRST_TRIALS = 18
-"""That every sampler has enough of, whatever the arms."""
 
 
-def ran(
-    client: FraternalClient, signals: Signals, what: str, body: dict[str, Any], seconds: float
-) -> Outcome:
-    first = client.validate({**body, "budget": {"trials": FIRST_TRIALS}}).forecast
-    assert first is not None
-    assert first.wall_s is not None, first.unknown
-    per_trial = max(0.05, (first.wall_s.p50 - START_S) / FIRST_TRIALS)
-    trials = min(200, max(3 * len(body["arms"]), round((seconds - START_S) / per_trial)))
-    body = {**body, "budget": {"trials": trials}}
+def ran(client: FraternalClient, signals: Signals, what: str, body: dict[str, Any]) -> Outcome:
     forecast = client.validate(body).forecast
     assert forecast is not None
+    assert forecast.wall_s is not None, forecast.unknown
     sweep = client.create(body)
     while sweep.finished_at is None:
         signals.pause(0.5)
@@ -136,7 +125,7 @@ def ran(
         raise SystemExit(f"{what}: the sweep is {sweep.state}: {sweep.state_reason}")
     wall_s = (sweep.finished_at - sweep.created_at).total_seconds()
     print(parts(client, sweep, forecast), file=sys.stderr, flush=True)
-    return Outcome(what, trials, forecast, wall_s, sweep.epochs_done)
+    return Outcome(what, sweep.trials.budget, forecast, wall_s, sweep.epochs_done)
 
 
 def parts(client: FraternalClient, sweep: SweepDetail, forecast: Forecast) -> str:
@@ -176,7 +165,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sweeps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=45, help="that a sweep is to take, about")
     given = parser.parse_args()
     outcomes = []
     with ExitStack() as stack:
@@ -185,7 +173,7 @@ def main() -> None:
         console = Console(file=sys.stderr)
         client = stack.enter_context(running_service(folder / "service", signals, console))
         for what, body in bodies(given.seed, given.sweeps):
-            outcomes.append(ran(client, signals, what, body, given.seconds))
+            outcomes.append(ran(client, signals, what, body))
             print(outcomes[-1].row, file=sys.stderr, flush=True)
     columns = ["sweep", "trials", "P10, s", "P50", "P90", "measured", "", "measured by P50", "P90 by P10"]
     columns += ["epochs, P10–P90", "trained", "probe, s", "its share"]
