@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from statistics import fmean
+from threading import BrokenBarrierError
 from typing import Any
 
 import numpy as np
@@ -160,7 +161,7 @@ def _side_by_side(
             worker.terminate()
             worker.join()
     if words := [one for one in found if isinstance(one, str)]:
-        raise RuntimeError(words[0])
+        raise RuntimeError(min(words, key=lambda said: said.startswith(BrokenBarrierError.__name__)))
     return found
 
 
