@@ -12,7 +12,7 @@ from tests.fakes import spec
 from trials.forecast import Band, Load, Overheads, Simulated, band, scaled_band, simulate
 from trials.spec import SweepSpec
 
-NOTHING = Overheads(0, 0, 0, 0, uneven=0, start_drift=0)
+NOTHING = Overheads(start=0, trial=0, epoch=0, end=0, slowdown=1, uneven=0, start_drift=0)
 """A machine that is always the same, and takes nothing but training."""
 PLAIN = Load(2.0, 0.0, averaging_from=1000)
 

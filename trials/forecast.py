@@ -30,17 +30,19 @@ class Overheads:
     work of the same kind, and grows with it on a slow machine or a busy one.
     """
 
-    start: float = 2.3
+    start: float = 4.8
     """From a submission to the first step of a trial."""
-    start_waits: float = 0.4
-    """Power of 1 / share by which it grows besides: many processes start in turn, each waits for a core."""
-    trial: float = 0.03
+    start_eased: float = 0.3
+    """Power of the probe's share of its cores by which it grows less than loading on a busy machine."""
+    trial: float = 0.04
     """Of each trial, besides."""
-    epoch: float = 0.012
+    epoch: float = 0.02
     """Of each report."""
-    end: float = 0.25
+    end: float = 0.6
     """From the last trial's end to the sweep's, besides the validation that verifies the best checkpoint."""
-    drift: float = 0.1
+    slowdown: float = 1.1
+    """Of training beside a driver, Ray and the service, by training beside other training alone."""
+    drift: float = 0.12
     """Standard deviation of the logarithm of how fast the machine is, from one time to another."""
     uneven: float = 0.03
     """The same from trial to trial."""
@@ -108,11 +110,12 @@ def simulate(
     runs = []
     for machine, start, free in zip(machines, starts, freed, strict=True):
         less = share**free
-        waits = share ** (-overheads.start_waits * (1 - free))
-        start_s = start * overheads.start * loading_s * less * waits
-        race = _Race(spec, loads, machine * less, loading_s * less, overheads, checks, rng)
+        loading = loading_s * less * share ** (overheads.start_eased * (1 - free))
+        start_s = start * overheads.start * loading
+        pace = machine * less * overheads.slowdown
+        race = _Race(spec, loads, pace, loading_s * less, overheads, checks, rng)
         run = race.run(trials, slots, start_s)
-        ending = overheads.end * loading_s * less + validation_s * machine * less
+        ending = overheads.end * loading + validation_s * pace
         runs.append(replace(run, wall_s=run.wall_s + ending))
     return Simulated(
         wall_s=band([run.wall_s for run in runs]),
