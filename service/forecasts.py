@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from statistics import fmean
 
 import anyio
@@ -147,9 +148,10 @@ class Forecasts:
                 raise InvalidSpec(problems)
             unknown = [*unknown, *probe.not_timed]
         times, simulated, drift = self._simulated(spec, capacity, planned, probe)
-        share = 1.0 if probe is None else probe.share
+        share, slowdown = 1.0 if probe is None else probe.share, self._overheads.slowdown
         if probe is not None and simulated is None:
             unknown.append("times are not known: the probe has timed none of the configurations")
+        seconds = [None if time is None else slowdown * time.seconds for time in times]
         at_once = slots(spec, capacity)
         hours = spec.resources.gpus or max(1, int(spec.resources.cpus))
         peaks = [None if types is None else peak_bytes(trial.config, types) for trial in planned]
@@ -168,13 +170,15 @@ class Forecasts:
                     seed=trial.seed,
                     params=dict(trial.params),
                     exact=trial.is_exact,
-                    epoch_s=_view(epoch_band([time.seconds], drift, share) if time else None),
+                    epoch_s=_view(epoch_band([epoch_s], drift, share) if epoch_s else None),
                     timed=time is not None and time.was_measured,
                     memory_bytes=peak,
                 )
-                for trial, time, peak in list(zip(planned, times, peaks, strict=True))[:SAMPLES]
+                for trial, time, epoch_s, peak in islice(
+                    zip(planned, times, seconds, peaks, strict=True), SAMPLES
+                )
             ],
-            arms=[_of_arm(spec, arm, planned, times, drift, share) for arm in spec.arms],
+            arms=[_of_arm(spec, arm, planned, seconds, drift, share) for arm in spec.arms],
             corpus=None
             if probe is None
             else CorpusView(
@@ -285,14 +289,13 @@ def _of_arm(
     spec: SweepSpec,
     arm: str,
     planned: Sequence[Planned],
-    times: Sequence[EpochTime | None],
+    seconds: Sequence[float | None],
     drift: float,
     share: float,
 ) -> ArmForecast:
-    its = [time for trial, time in zip(planned, times, strict=True) if trial.arm == arm]
-    seconds = [time.seconds for time in its if time is not None]
+    its = [s for trial, s in zip(planned, seconds, strict=True) if trial.arm == arm and s is not None]
     trials = -((list(spec.arms).index(arm) - spec.budget.trials) // len(spec.arms))
-    epoch_s = _view(epoch_band(seconds, drift, share) if seconds else None)
+    epoch_s = _view(epoch_band(its, drift, share) if its else None)
     return ArmForecast(arm=arm, trials=trials, epoch_s=epoch_s)
 
 
