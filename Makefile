@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 N ?= 20
 SEED ?= 1
 
-.PHONY: help sweep serve test test-fast lint chaos leaks bench bench-api bench-search clean
+.PHONY: help sweep serve test test-fast lint chaos leaks bench bench-api bench-forecast bench-search clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -41,6 +41,9 @@ bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, tria
 
 bench-api: $(VENV)/.installed ## how long the API takes to answer with 200 sweeps in it, 20 clients at once; about 3 minutes
 	$(BIN)/python -m benchmarks.api
+
+bench-forecast: $(VENV)/.installed ## ten real sweeps beside what was forecast of them; about 15 minutes
+	$(BIN)/python -m benchmarks.forecast
 
 bench-search: $(VENV)/.installed-dev ## the best perplexity by epochs spent, by sampler and pruner; about 15 minutes
 	$(BIN)/python -m benchmarks.search

@@ -198,7 +198,7 @@ def requests_of(ids: list[str], trials: int) -> dict[str, Callable[[int], Reques
         "POST /v1/sweeps": lambda n: ("POST", "/v1/sweeps", json.dumps(body).encode()),
         "POST /v1/sweeps?validate_only": lambda n: (
             "POST",
-            "/v1/sweeps?validate_only=true",
+            "/v1/sweeps?validate_only=true&forecast=false",
             json.dumps(body).encode(),
         ),
     }

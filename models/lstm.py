@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from models.pieces import NARROWEST
 from models.products import product_with
-
-NARROWEST = 1000
-"""Width of a layer from which our recurrence is the faster of the two on a CPU."""
 
 SHORTEST = 32
 """Time steps that make up for laying a matrix out: windows of training, not of evaluation, have so many."""

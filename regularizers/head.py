@@ -15,10 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from models.pieces import FEWEST_ROWS
 from models.products import Product, product_with
-
-FEWEST_ROWS = 128
-"""Taken at once: enough for an efficient matrix product, few enough for their logits to stay in a cache."""
 
 WIDEST_GRAM = 128
 """Up to this H, a penalty by `mean_square_difference` is cheaper even where the logits are at hand."""

@@ -15,6 +15,7 @@ from service.bodies import BodyGate, require_json
 from service.dashboard import dashboard_routes
 from service.description import CONTACT, LICENSE, SERVERS, TAGS, completed, operation_id
 from service.event_log import EventLog
+from service.forecasts import Forecasts
 from service.home import Rows
 from service.idempotency import Idempotency
 from service.launcher import Launcher, owner_of
@@ -86,6 +87,7 @@ def create_app(settings: Settings, launcher: Launcher) -> FastAPI:
     app.state.reconciler = reconciler
     app.state.metrics = Metrics(records.engine, reconciler, settings.data_dir)
     app.state.reports = Reports(controller, settings)
+    app.state.forecasts = Forecasts(controller)
     app.state.events = EventLog(records.engine)
     app.state.webhooks = webhooks
     app.state.streams = Streams(app.state.events, controller.look, settings.max_streams)

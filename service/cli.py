@@ -149,20 +149,28 @@ def submit(
     overrides: Overrides = [],  # noqa: B006  # typer's way to say "repeatable"; never changed
     watch: Annotated[bool, typer.Option("--watch", help="Follow the sweep to its end.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Have it checked, and print the whole spec; nothing is queued.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Have it checked and forecast, and print the whole spec; nothing is queued.",
+        ),
     ] = False,
+    forecast: Annotated[
+        bool, typer.Option(help="With --dry-run: measure how long it will take, in some 20 seconds.")
+    ] = True,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
     """Ask for a sweep.
 
-    Example: `fraternal submit --preset quickstart --set budget.trials=6 --watch`
+    Examples: `fraternal submit --preset quickstart --set budget.trials=6 --watch`,
+    `fraternal submit spec.json --dry-run`
     """
     body = build_spec(file, preset, overrides)
     with open_client(url, token_file) as client:
         if dry_run:
-            print(client.validate(body).model_dump_json(indent=2))
+            _try_dry(client, body, forecast=forecast, as_json=as_json)
             return
         sweep = client.create(body)
         if as_json and not watch:
@@ -174,6 +182,26 @@ def submit(
             _watch_to_the_end(client, sweep.id, as_json)
         elif not as_json:
             print(f"follow it: fraternal watch {sweep.id}")
+
+
+def _try_dry(client: "FraternalClient", body: dict[str, Any], *, forecast: bool, as_json: bool) -> None:
+    """The spec goes to standard output, as it can be submitted, unless JSON of it all is asked for."""
+    from rich.console import Console
+
+    from service.forecast_texts import show
+
+    console = Console(stderr=True)
+    if forecast:
+        with console.status("measuring a few steps of training; some 20 seconds"):
+            checked = client.validate(body)
+    else:
+        checked = client.validate(body, forecast=False)
+    if as_json:
+        print(checked.model_dump_json(indent=2))
+        return
+    if checked.forecast is not None:
+        show(checked.forecast, console)
+    print(checked.spec.model_dump_json(indent=2))
 
 
 @app.command()

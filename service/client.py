@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from service.comparison_schemas import SideBySide
 from service.errors import CommandFailed
 from service.events import AnyEvent, AnyEventPage, read_event
+from service.forecast_schemas import Validation
 from service.report_schemas import ReportView
 from service.schemas import (
     PageView,
@@ -34,15 +35,15 @@ from service.schemas import (
     TrialDetail,
     TrialList,
     TrialView,
-    Validation,
     View,
 )
 from service.webhook_schemas import NewWebhook, TestedWebhook, WebhookList, WebhookView
-from trials.spec import SweepSpec
 
 TIMEOUT_S = 30.0
 REPORT_TIMEOUT_S = 120.0
 """Pictures of thousands of curves are not drawn in a moment."""
+FORECAST_TIMEOUT_S = 600.0
+"""Of the times that a forecast needs, one at a time is measured."""
 UNREACHABLE_S = 60.0
 """How long a watcher waits for a service that is gone, say because it is being restarted."""
 PAUSE_S = 0.5
@@ -107,10 +108,10 @@ class FraternalClient:
     def create(self, body: dict[str, Any]) -> SweepDetail:
         return self._ask_once("/v1/sweeps", SweepDetail, body)
 
-    def validate(self, body: dict[str, Any]) -> SweepSpec:
-        """The spec as it would be written down; nothing is queued."""
-        path = "/v1/sweeps?validate_only=true"
-        return self._ask("POST", path, Validation, json=body).spec
+    def validate(self, body: dict[str, Any], *, forecast: bool = True) -> Validation:
+        """The spec as it would be written down, and how long it would take; nothing is queued."""
+        path = f"/v1/sweeps?validate_only=true&forecast={'true' if forecast else 'false'}"
+        return self._ask("POST", path, Validation, json=body, timeout=FORECAST_TIMEOUT_S)
 
     def list_sweeps(self, **query: Any) -> list[SweepView]:
         """The newest first, unless `order_by` says otherwise; `state`, `label` and `name` choose some."""

@@ -194,6 +194,21 @@ class TooManyExports(ServiceError):
     retry_after_s = 10
 
 
+class TooManyForecasts(ServiceError):
+    """As many forecasts as there may be wait for their probes."""
+
+    status = 503
+    code = "too_many_forecasts"
+    retry_after_s = 20
+
+
+class ClientGone(ServiceError):
+    """Whoever asked is not there any more."""
+
+    status = 499
+    code = "client_gone"
+
+
 class Stopping(ServiceError):
     """The service is being stopped."""
 

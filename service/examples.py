@@ -13,6 +13,17 @@ from pydantic import BaseModel
 from service.comparison import Side, compare
 from service.errors import DatabaseAway, IllegalMove, InvalidRequest, Problem, ServiceError, SweepNotFound
 from service.events import EventPage, TrialStart, TrialStarted
+from service.forecast_schemas import (
+    ArmForecast,
+    BandView,
+    CorpusView,
+    DiskForecast,
+    Forecast,
+    MemoryForecast,
+    ProbeView,
+    SampledView,
+    Validation,
+)
 from service.problems import ProblemDocument, document_of
 from service.report_schemas import ArmReport, Comparison, ExpectedBest, Interval, Pairs, ReportView
 from service.schemas import (
@@ -35,7 +46,6 @@ from service.schemas import (
     TrialDetail,
     TrialList,
     TrialView,
-    Validation,
     View,
 )
 from service.webhook_schemas import NewWebhook, TestedWebhook, WebhookList, WebhookRequest, WebhookView
@@ -285,6 +295,52 @@ _REPORT = ReportView(
     ],
     remarks=[],
 )
+_FORECAST = Forecast(
+    wall_s=BandView(p10=31.0, p50=35.5, p90=41.0),
+    device="cpu_threads",
+    device_hours=BandView(p10=0.011, p50=0.013, p90=0.015),
+    epochs=BandView(p10=18.0, p50=18.0, p90=18.0),
+    samples=[
+        SampledView(
+            number=number,
+            arm=arm,
+            draw=0,
+            seed=_SPEC.seed_of(0),
+            params={"kappa": 0.12},
+            exact=True,
+            epoch_s=BandView(p10=0.9 * middle, p50=middle, p90=1.1 * middle),
+            timed=True,
+            memory_bytes=260_000_000,
+        )
+        for number, arm, middle in ((0, "fd", 2.8), (1, "eld", 2.1))
+    ],
+    arms=[
+        ArmForecast(arm=arm, trials=3, epoch_s=BandView(p10=0.9 * middle, p50=middle, p90=1.1 * middle))
+        for arm, middle in (("fd", 2.8), ("eld", 2.1))
+    ],
+    corpus=CorpusView(train_tokens=60_000, valid_tokens=10_000, vocabulary_size=10_000),
+    memory=MemoryForecast(
+        per_trial_bytes=260_000_000,
+        at_once=2,
+        all_trials_bytes=1_260_000_000,
+        service_bytes=1_100_000_000,
+        available_bytes=8_000_000_000,
+    ),
+    disk=DiskForecast(checkpoints_bytes=28_000_000, database_bytes=60_000, free_bytes=40_000_000_000),
+    probe=ProbeView(
+        measured_at=SUBMITTED,
+        from_memory=False,
+        took_s=17.2,
+        start_s=4.1,
+        device="cpu: AMD EPYC (AVX2)",
+        processes=2,
+        threads=1,
+        configurations=2,
+        share=0.99,
+    ),
+    unknown=[],
+    assumptions=["No trial fails, and no other sweep or program takes part of the machine."],
+)
 _ANSWERS: tuple[View, ...] = (
     _REPORT,
     _SWEEP,
@@ -300,7 +356,7 @@ _ANSWERS: tuple[View, ...] = (
         trials=[_DETAIL],
     ),
     compare(_ONE, _OTHER, of_trials=False),
-    Validation(spec=_SPEC),
+    Validation(spec=_SPEC, forecast=_FORECAST),
     _POINT,
     PointList(points=[_POINT]),
     EventPage(

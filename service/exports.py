@@ -27,9 +27,10 @@ from sqlalchemy import Connection, Row, bindparam, select
 from service.copies import snapshot
 from service.database import now
 from service.errors import BadParameter, DiskFull
+from service.fitting import find_little_room
 from service.records import SweepRecord, latest_epochs_where, pinned_in, sweep_in, verifications_in
 from service.schemas import Environment, EpochView, SweepDetail, TrialDetail, TrialView, flat
-from service.sweeps import SweepController, find_little_room
+from service.sweeps import SweepController
 from service.tables import epochs
 from service.views import (
     Progress,

@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import logging
+import math
 import os
 import re
 import secrets
@@ -20,11 +22,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+from anyio import fail_after, run_process
 from sqlalchemy.engine import make_url
 
 from service.settings import Settings
+from trials.memory import total_bytes
+from trials.steps import PROBE, PROBE_ORDER, Probe, ProbeOrder
 from trials.store import CheckpointStore
 
+log = logging.getLogger(__name__)
+
+PROBE_S = 180.0
+"""For a probe, with all that it loads, and a corpus that is downloaded first."""
 DRIVER_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every listener of a local Ray on 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -35,6 +44,7 @@ DRIVER_ENVIRONMENT = {
     "RAY_task_events_report_interval_ms": "0",  # which Ray's GCS would keep for a dashboard
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_worker_niceness": "15",  # Ray's own default, said here since a probe has to be as modest
     "OMP_NUM_THREADS": "1",  # two OpenMP threads that meet on a core cost up to ten times
     # glibc gives logits-sized buffers back to the kernel after every step and faults them in again: half the
     # time of a small model on CPU.
@@ -66,17 +76,29 @@ class Capacity:
     gpus: float
     cpus_have_bf16: bool = False
     """Whether they compute in bfloat16, as models.precision finds it."""
+    memory_bytes: float = math.inf
+    """Of the machine, or of the control group that this process is in; not of its GPUs."""
 
 
 def local_capacity() -> Capacity:
     """Of this machine, as far as this process may use it and torch can."""
     return Capacity(
-        cpus=len(os.sched_getaffinity(0)), gpus=len(_visible_gpus()), cpus_have_bf16=_cpus_have_bf16()
+        cpus=len(os.sched_getaffinity(0)),
+        gpus=len(_visible_gpus()),
+        cpus_have_bf16=_cpus_have_bf16(),
+        memory_bytes=total_bytes("cpu"),
     )
+
+
+class ProbeFailed(Exception):
+    """Nothing could be measured; the message says why."""
 
 
 class Launcher(Protocol):
     def capacity(self) -> Capacity: ...
+
+    async def probe(self, order: ProbeOrder) -> Probe:
+        """Time training on what trials run on. Cancelled, it leaves nothing behind. Raises ProbeFailed."""
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
         """Start a driver; returns what finds it again, as JSON, also for another process."""
@@ -119,6 +141,30 @@ class LocalLauncher:
 
     def capacity(self) -> Capacity:
         return local_capacity()
+
+    async def probe(self, order: ProbeOrder) -> Probe:
+        """In a process of its own, with what a worker's has in its environment."""
+        environment = {**inherited_environment(), **DRIVER_ENVIRONMENT}
+        environment.pop("FRATERNAL_DATABASE_URL", None)  # which may have a password
+        command = [sys.executable, "-P", "-m", "trials.probe", str(self._data_dir)]
+        scratch = tempfile.mkdtemp(prefix="fraternal-probe-")
+        try:
+            with fail_after(PROBE_S):
+                ended = await run_process(
+                    [*command, scratch, str(os.getpid())],
+                    input=PROBE_ORDER.dump_json(order),
+                    env=environment,
+                    check=False,
+                )
+        except TimeoutError as error:
+            raise ProbeFailed(f"the probe did not come to its end in {PROBE_S:.0f} s") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        if ended.returncode != 0:
+            said = ended.stderr.decode(errors="replace").strip()
+            log.warning("a probe has failed: %s", said)
+            raise ProbeFailed(said.rpartition("\n")[2][:300] or f"the probe ended with {ended.returncode}")
+        return PROBE.validate_json(ended.stdout)
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
         scratch = scratch_of(sweep_id, self._owner)

@@ -13,6 +13,8 @@ from starlette.convertors import Convertor, register_url_convertor
 
 from service.downloads import RESPONSES, download
 from service.errors import BadParameter, RevisionRequired
+from service.forecast_schemas import Validation
+from service.forecasts import Forecasts
 from service.health import check_ready
 from service.idempotency import Answer, Idempotency, KeyedRequest
 from service.lifecycle import State
@@ -42,7 +44,6 @@ from service.schemas import (
     TrialList,
     TrialState,
     TrialView,
-    Validation,
     View,
 )
 from service.sweeps import SweepController, Write
@@ -76,7 +77,10 @@ KEYED = _problems(
         422: "What is asked for cannot be, or the Idempotency-Key came with another request before.",
     }
 )
-CHECKED: Responses = {200: {"model": Validation, "description": "Only its check was asked for."}}
+CHECKED: Responses = {
+    200: {"model": Validation, "description": "Only its check was asked for."},
+    **_problems({503: "The database does not answer, or too many others wait for forecasts; ask again."}),
+}
 VERB: Responses = {**NO_SUCH, **KEYED, **_problems({415: "A body, if there is one, is application/json."})}
 BAD_QUERY = _problems({422: "A parameter of the query makes no sense; each error names it."})
 CONDITIONAL = _problems(
@@ -220,25 +224,31 @@ class TrialListQuery(ListQuery):
     "",
     status_code=201,
     response_model=SweepDetail,
-    responses={
-        200: {"model": Validation, "description": "Only its check was asked for."},
-        **BAD_SPEC,
-        **KEYED,
-    },
+    responses={**CHECKED, **BAD_SPEC, **KEYED},
 )
-@submits
-def create_sweep(
+async def create_sweep(
     spec: SweepRequest,
     controller: Controller,
     once: Carrying,
+    request: Request,
     validate_only: Annotated[
         bool, Query(description="Make every check that a submission makes, and queue nothing.")
     ] = False,
+    forecast: Annotated[
+        bool,
+        Query(
+            description="With `validate_only`: also tell how long it will take, and how much, from a "
+            "measurement of some 20 seconds, which is remembered for an hour; false leaves that out."
+        ),
+    ] = True,
 ) -> Response:
     """Ask for a sweep. It is queued, and runs when its turn comes."""
-    if validate_only:
-        return _respond(Answer(200, {}, Validation(spec=controller.checked(spec)).model_dump_json()))
-    return once(partial(controller.create, spec), 201, _place)
+    if not validate_only:
+        return await submits.take(once, partial(controller.create, spec), 201, _place)
+    checked = await submits.take(controller.checked, spec)
+    forecasts: Forecasts = request.app.state.forecasts
+    foreseen = await forecasts.forecast(checked, request.is_disconnected) if forecast else None
+    return _respond(Answer(200, {}, Validation(spec=checked, forecast=foreseen).model_dump_json()))
 
 
 @sweeps.get("", response_model=SweepList, responses=BAD_QUERY)

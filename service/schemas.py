@@ -305,14 +305,6 @@ class RetryRequest(View):
     """Of failures; null: all but diverged, which would diverge again."""
 
 
-class Validation(View):
-    """A sweep that was not queued, since only its check was asked for."""
-
-    valid: Literal[True] = True
-    spec: SweepSpec
-    """As it would be written down."""
-
-
 class PageView(View):
     next_page_token: str | None = None
     """Of the next page, with the same filters and order; null on the last one."""

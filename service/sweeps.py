@@ -6,7 +6,6 @@ Wishes are written down; the reconciler carries them out.
 import hashlib
 import math
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from service.archives import archive_of, filename_of
 from service.changes import changed, extended
 from service.database import migrate, open_engine
 from service.errors import IllegalMove, IllegalTrialMove, InvalidSpec, NoCheckpointYet, PointNotFound, Problem
-from service.launcher import Launcher
+from service.fitting import certain_problems, corpus_stamp, disk_of, find_little_room
+from service.launcher import Capacity, Launcher
 from service.lifecycle import TERMINAL_STATES, Verb, legal_requests, legal_words
 from service.pages import SweepQuery
 from service.problems import problems_in
@@ -45,21 +45,13 @@ from service.settings import Settings
 from service.studies import open_storage
 from service.views import NOTHING_YET, SweepViews, best_of, point_view
 from trials.corpora import CorpusError, check_corpus, resolved
+from trials.rows import Remembered
 from trials.spec import Budget, FailureClass, Point, SweepRequest, SweepSpec, merged
+from trials.steps import Probe, ProbeOrder
 from trials.store import CheckpointStore
 from trials.studies import rename_study
 
-LITTLE_ROOM = 256 * 2**20
-"""Bytes, or a twentieth of a smaller disk."""
 RETRIED_BY_DEFAULT: frozenset[FailureClass] = frozenset(get_args(FailureClass)) - {"diverged"}
-
-
-def find_little_room(folder: Path) -> str | None:
-    """What there is to say where a disk is almost full."""
-    usage = shutil.disk_usage(folder)
-    if usage.free >= min(LITTLE_ROOM, usage.total / 20):
-        return None
-    return f"the disk of {folder} has only {usage.free / 2**20:.0f} MiB left: free some"
 
 
 @dataclass(frozen=True)
@@ -99,13 +91,18 @@ class SweepController:
         store: CheckpointStore,
         launcher: Launcher,
         data_dir: Path,
+        store_url: str | None = None,
     ) -> None:
+        """`store_url` is what the store was opened with: its disk is looked at before a sweep is taken."""
         self.records = records
         self.storage = storage
         self.store = store
         self.views = SweepViews(records, storage)
         self._launcher = launcher
         self.data_dir = data_dir
+        self.store_url = store_url
+        self.vocabularies: Remembered[bytes, int] = Remembered(512, lambda _: 0)
+        """Sizes of those that are known, by the stamps of their corpora."""
 
     def create(self, request: SweepSpec, write: Write | None = None) -> SweepDetail:
         """Queue a sweep. Raises InvalidSpec where it could not run here; nothing is written then."""
@@ -125,7 +122,18 @@ class SweepController:
         problems += problems_with(spec, capacity)
         if problems:
             raise InvalidSpec(problems)
-        return spec.model_copy(update={"corpus": corpus})
+        spec = spec.model_copy(update={"corpus": corpus})
+        types = self.vocabularies.find(corpus_stamp(corpus))
+        if problems := certain_problems(spec, capacity, types, disk_of(self.store_url)):
+            raise InvalidSpec(problems)
+        return spec
+
+    def capacity(self) -> Capacity:
+        return self._launcher.capacity()
+
+    async def probe(self, order: ProbeOrder) -> Probe:
+        """Raises ProbeFailed."""
+        return await self._launcher.probe(order)
 
     def _check_corpus(self, spec: SweepSpec) -> tuple[Any, list[Problem]]:
         try:
@@ -371,7 +379,8 @@ def build_controller(settings: Settings, launcher: Launcher) -> SweepController:
     migrate(engine)
     storage = get_storage(open_storage(settings.resolved_database_url))
     store = CheckpointStore(settings.resolved_store_url)
-    return SweepController(Records(engine), storage, store, launcher, settings.data_dir.resolve())
+    data_dir, store_url = settings.data_dir.resolve(), settings.resolved_store_url
+    return SweepController(Records(engine), storage, store, launcher, data_dir, store_url)
 
 
 def _require_room(

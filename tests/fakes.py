@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 from service.launcher import Capacity
 from trials.ledger import Fenced, Orders, StudyLedger
 from trials.spec import Budget, SweepSpec
+from trials.steps import Probe, ProbeOrder, Timed, operations
 from trials.store import CheckpointStore
 from trials.tasks import Failure, Report, Task
 from trials.verification import Check, Outcome, Verification
@@ -261,6 +262,24 @@ def states(storage: Any) -> list[TrialState]:
     return [row.state for row in rows(storage)]
 
 
+def probe_of(order: ProbeOrder, seconds: float = 1e-12, **changes: Any) -> Probe:
+    """A probe of a machine on which an operation takes so many seconds, and training nothing else."""
+    found = Probe(
+        device="cpu: none",
+        train_tokens=60_000,
+        valid_tokens=10_000,
+        vocabulary_size=1_000,
+        start_s=4.0,
+        took_s=0.0,
+        share=1.0,
+        memory_bytes=None,
+        timed=tuple(
+            Timed(point, (seconds * operations(point, 1_000),), 1e-6, 0.01, 0.01) for point in order.points
+        ),
+    )
+    return replace(found, **changes)
+
+
 class MemoryLauncher:
     """service.launcher.Launcher whose drivers are entries of a dict, and do nothing."""
 
@@ -275,10 +294,15 @@ class MemoryLauncher:
         self.log = ""
         self.me: dict[str, Any] = {"controller": 1}
         self.dead_controllers: list[int] = []
+        self.probed: list[ProbeOrder] = []
         self._capacity = Capacity(cpus, gpus, cpus_have_bf16)
 
     def capacity(self) -> Capacity:
         return self._capacity
+
+    async def probe(self, order: ProbeOrder) -> Probe:
+        self.probed.append(order)
+        return probe_of(order)
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
         self.calls.append(f"launch {sweep_id}")

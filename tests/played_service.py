@@ -18,9 +18,10 @@ from service.serve import _PatientServer, server_config
 from service.settings import Settings
 from service.streams import Abortable
 from service.studies import open_storage, study_to_go_on_with, write_down
-from tests.fakes import checkpoint_files, verified
+from tests.fakes import checkpoint_files, probe_of, verified
 from trials.ledger import StudyLedger
 from trials.spec import SweepSpec
+from trials.steps import Probe, ProbeOrder
 from trials.store import CheckpointStore
 from trials.tasks import Failure, Report, Task
 from trials.verification import Verifier
@@ -51,6 +52,9 @@ class PlayingLauncher:
 
     def capacity(self) -> Capacity:
         return Capacity(cpus=2, gpus=0)
+
+    async def probe(self, order: ProbeOrder) -> Probe:
+        return probe_of(order)
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
         self._ended.discard(sweep_id)  # the reconciler has what was there before ended

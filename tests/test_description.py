@@ -9,7 +9,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from service import comparison_schemas, events, report_schemas, schemas, webhook_schemas
+from service import comparison_schemas, events, forecast_schemas, report_schemas, schemas, webhook_schemas
 from service.app import create_app
 from service.description import operations
 from service.examples import ANSWERS, MODELS, REQUESTS, SMALL
@@ -142,7 +142,7 @@ def test_examples_are_what_the_models_read_and_write() -> None:
 
 
 def model_named(name: str) -> Any:
-    modules = (schemas, report_schemas, comparison_schemas, webhook_schemas, events)
+    modules = (schemas, forecast_schemas, report_schemas, comparison_schemas, webhook_schemas, events)
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 

@@ -103,7 +103,7 @@ def test_a_service_whose_disk_is_full_is_not_ready(
 ) -> None:
     reconciler.reconcile()
     usage = type("usage", (), {"total": 10**12, "free": 10**6})
-    monkeypatch.setattr("service.sweeps.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("service.fitting.shutil.disk_usage", lambda _: usage)
     (missing,) = check_ready(controller, reconciler).not_ready
     assert "has only 1 MiB left" in missing
 

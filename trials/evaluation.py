@@ -18,26 +18,13 @@ from torch import Tensor
 
 from models.awd_lstm import AWDLSTM, State
 from models.masks import Masks
+from models.pieces import EVALUATION_WINDOW, MOST_COLUMNS, MOST_LOGITS, SHORTEST_COLUMN, WARM_UP
 
 Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
 """A split as one stream of word ids."""
 
 MC_MASKS = 5
 """What a random stream is for: the second part of its key, after the seed; trials.training has the others."""
-
-EVALUATION_WINDOW = 256
-"""Words whose logits are made at once: enough for efficient products, few enough to stay in a cache."""
-
-MOST_LOGITS = 2**24
-"""Numbers made at once, however large the vocabulary is."""
-
-MOST_COLUMNS = 16
-
-SHORTEST_COLUMN = 1024
-"""Words; a shorter one would not make up for its beginning."""
-
-WARM_UP = 192
-"""Words that a column begins before its own first one."""
 
 SAME_STATE = 1e-5
 """States, h and c of every layer, that differ by no more are one: rounding alone makes a tenth of it."""

@@ -1,18 +1,15 @@
 """How much memory a trial takes at most, told before it starts: a rare long window must not be what tells.
 
 An estimate from above. A trial is refused where it could never fit; what is free at one moment refuses none,
-since that changes with the other trials.
+since that changes with the other trials. No torch, unless a GPU is asked for its memory.
 """
 
 import math
 from pathlib import Path
 
 import psutil
-import torch
 
-from models.lstm import NARROWEST
-from regularizers.head import FEWEST_ROWS
-from trials.evaluation import EVALUATION_WINDOW, MOST_LOGITS
+from models.pieces import EVALUATION_WINDOW, FEWEST_ROWS, MOST_LOGITS, NARROWEST
 from trials.spec import TrialConfig
 
 HEADROOM = 1.15
@@ -79,7 +76,7 @@ def require_memory(config: TrialConfig, vocabulary_size: int, device: str, gpu_s
         if share < 1:
             part, more = f"for a share of {share:g}", ", or raise resources.gpus"
         raise NotEnoughMemory(
-            f"this configuration takes up to {_gib(needed)} of memory, and {device} has {_gib(total)} "
+            f"this configuration takes up to {amount(needed)} of memory, and {device} has {amount(total)} "
             f"{part}: lower batch_size, bptt or the sizes of the model{more}"
         )
 
@@ -87,6 +84,8 @@ def require_memory(config: TrialConfig, vocabulary_size: int, device: str, gpu_s
 def total_bytes(device: str) -> float:
     """Of a GPU's memory, or of the machine's and of the control group's that this process is in."""
     if device.startswith("cuda"):
+        import torch
+
         return int(torch.cuda.mem_get_info(device)[1])
     return min(psutil.virtual_memory().total, limit_of_cgroup(Path("/sys/fs/cgroup")))
 
@@ -99,5 +98,6 @@ def limit_of_cgroup(folder: Path) -> float:
         return math.inf
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def amount(size: float) -> str:
+    """Of so many bytes: 210 MiB, 1.2 GiB."""
+    return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"
