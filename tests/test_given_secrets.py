@@ -72,6 +72,17 @@ def test_containers_have_their_secrets_where_no_variable_says_so(
     assert Settings().port == 8123
 
 
+def test_kubernetes_has_secrets_as_links_to_what_it_replaces_whole(folder: Path) -> None:
+    for day, port in (("monday", 8200), ("tuesday", 8300)):
+        (folder / f"..{day}").mkdir()
+        (folder / f"..{day}" / "fraternal_port").write_text(str(port))
+        (folder / "..new").symlink_to(f"..{day}")
+        (folder / "..new").rename(folder / "..data")
+        if day == "monday":
+            (folder / "fraternal_port").symlink_to("..data/fraternal_port")
+        assert Settings().port == port
+
+
 def test_a_folder_of_secrets_that_is_not_there_is_named(folder: Path) -> None:
     folder.rmdir()
     with pytest.raises(CommandFailed, match="secrets', which is no folder"):
