@@ -106,7 +106,7 @@ def _require_token_off_loopback(settings: Settings) -> None:
             raise CommandFailed(
                 f"host {settings.host!r} is not loopback, other machines can reach it, and there is no valid "
                 f"token: make one with `fraternal token create --name NAME --scope admin --data-dir "
-                f"{settings.data_dir}`, give one as the secret FRATERNAL_ADMIN_TOKEN, or listen on "
+                f"{settings.data_dir}`, give one as FRATERNAL_ADMIN_TOKEN, or listen on "
                 "127.0.0.1 and come through an SSH tunnel"
             )
 

@@ -54,7 +54,8 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = "text"
     """`text` is for people, `json` an object a line for programs; both go to standard error."""
     log_level: Literal["debug", "info", "warning", "error"] | None = None
-    """What is logged at least; `info` has a line a request. Default: `warning` as text, `info` as JSON."""
+    """What is logged at least; `info` has a line a request but for probes. Default: `warning` as text, `info`
+    as JSON."""
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines can reach needs a token."""
     port: int = Field(default=8123, ge=0, le=65_535)
