@@ -55,7 +55,7 @@ leaks: $(VENV)/.installed-dev ## 2,000 trials of next to nothing through one dri
 up: ## the service and PostgreSQL in containers, on http://127.0.0.1:8123; docker/README.md has the rest
 	@exec docker/up.sh
 
-rehearse: ## WITH="--bind /etc/pip.conf": the image built and lived with, without a Docker engine; as root, about fifteen minutes
+rehearse: ## WITH="--bind /etc/pip.conf": the image built and lived with, without a Docker engine; as root, about ten minutes
 	$(PYTHON) docker/rehearse.py $(WITH)
 
 # What is installed here, and so was tested, is what images get, wherever the extras allow it.

@@ -5,7 +5,7 @@ then lives with the result as a container would: process 1, another user, no cap
 file system that is read-only. What is not rehearsed is the base image; Debian's Python stands in for it.
 Beside Python it needs debootstrap, util-linux, iproute2, and a network for the installing.
 
-    python3 docker/rehearse.py              # about fifteen minutes, and 5 GB in build/rehearsal
+    python3 docker/rehearse.py              # about ten minutes, and 5 GB in build/rehearsal
     python3 docker/rehearse.py --reuse      # only lives, with what was built last
     python3 docker/rehearse.py --build-arg TORCH_INDEX_URL=https://pypi.org/simple      # the CUDA variant
     python3 docker/rehearse.py --bind /etc/pip.conf --bind /srv/wheels      # what pip may see of this machine
