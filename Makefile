@@ -5,8 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 N ?= 20
 SEED ?= 1
+WITH ?=
+LOCKING := --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
+    --custom-compile-command 'make lock'
+TORCH ?= --torch-backend cpu
 
-.PHONY: help sweep serve test test-fast lint chaos leaks bench bench-api bench-forecast bench-search clean
+.PHONY: help sweep serve up test test-fast lint chaos leaks bench bench-api bench-forecast bench-search rehearse lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -50,6 +54,20 @@ bench-search: $(VENV)/.installed-dev ## the best perplexity by epochs spent, by 
 
 leaks: $(VENV)/.installed-dev ## 2,000 trials of next to nothing through one driver: what grows; about 4 minutes
 	$(BIN)/python -m tests.leaks --trials 2000
+
+up: ## the service and PostgreSQL in containers, on http://127.0.0.1:8123; docker/README.md has the rest
+	@exec docker/up.sh
+
+rehearse: ## WITH="--bind /etc/pip.conf": the image built and lived with, without a Docker engine; as root, about ten minutes
+	$(PYTHON) docker/rehearse.py $(WITH)
+
+# What is installed here, and so was tested, is what images get, wherever the extras allow it.
+lock: $(VENV)/.installed-dev ## docker/requirements.txt anew, from what is installed here
+	@$(PIP) uv
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v '^torch==' > docker/requirements.txt
+	$(BIN)/uv pip compile --quiet pyproject.toml --extra postgres --extra s3 $(LOCKING) $(TORCH) \
+	    --no-emit-package torch --output-file docker/requirements.txt
+	echo 'hatchling>=1.27' | $(BIN)/uv pip compile --quiet - $(LOCKING) --output-file docker/build-requirements.txt
 
 # The peer that steps are measured beside, in a folder of its own: it would bring another torch.
 benchmarks/.fastai: benchmarks/fastai-requirements.txt $(VENV)/.installed

@@ -26,6 +26,7 @@ from anyio import fail_after, run_process
 from sqlalchemy.engine import make_url
 
 from service.settings import Settings
+from trials.cpus import usable_cpus
 from trials.memory import total_bytes
 from trials.steps import PROBE, PROBE_ORDER, Probe, ProbeOrder
 from trials.store import CheckpointStore
@@ -59,8 +60,13 @@ MARK = "FRATERNAL_DRIVER_OF"
 """Environment variable that marks a driver and all that it starts with the sweep's id."""
 OWNER = "FRATERNAL_OWNER"
 """The mark beside it says whose sweep that is: a database that was restored has sweeps of the same ids."""
-CLIENTS_OWN = {"FRATERNAL_TOKEN", "FRATERNAL_TOKEN_FILE"}
-"""What whoever starts a service may have in the environment, and no driver needs."""
+NO_DRIVERS_BUSINESS = {
+    "FRATERNAL_TOKEN",
+    "FRATERNAL_TOKEN_FILE",
+    "FRATERNAL_ADMIN_TOKEN",
+    "FRATERNAL_DATABASE_PASSWORD",  # it is in the URL that they are given
+}
+"""What whoever starts a service may have in the environment, and nothing that it starts needs."""
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 """Of x86 and of ARM, in /proc/cpuinfo."""
 LOG_TAIL_BYTES = 2000
@@ -83,7 +89,7 @@ class Capacity:
 def local_capacity() -> Capacity:
     """Of this machine, as far as this process may use it and torch can."""
     return Capacity(
-        cpus=len(os.sched_getaffinity(0)),
+        cpus=usable_cpus(),
         gpus=len(_visible_gpus()),
         cpus_have_bf16=_cpus_have_bf16(),
         memory_bytes=total_bytes("cpu"),
@@ -124,7 +130,7 @@ class Launcher(Protocol):
 
 def inherited_environment() -> dict[str, str]:
     """What processes of the service take over from it."""
-    return {name: value for name, value in os.environ.items() if name not in CLIENTS_OWN}
+    return {name: value for name, value in os.environ.items() if name not in NO_DRIVERS_BUSINESS}
 
 
 class LocalLauncher:

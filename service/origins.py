@@ -12,10 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.errors import ForeignOrigin, ServiceError, UnknownHost
 from service.hosts import hostname, is_loopback
 from service.problems import refusal
+from service.requests import PROBES
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-PROBES = frozenset({"/healthz", "/readyz"})
-"""For whoever looks after the process, by whatever name it knows it; they tell nothing of sweeps."""
 OWN_SITE = frozenset({"same-origin", "none"})
 """Of Sec-Fetch-Site: a page of ours, or the person at the browser."""
 CONTENT_POLICY = "content-security-policy"

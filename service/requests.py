@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Protocol
 from uuid import uuid4
 
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 HEADER = "X-Request-Id"
 SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """What is taken over from a client: it goes into headers, answers and logs as it is."""
+PROBES = frozenset({"/healthz", "/readyz"})
+"""For whoever looks after the process, by whatever name it knows it; they tell nothing of sweeps."""
 SWEEP_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 UNMATCHED = "unmatched"
 """In place of the route's template, for paths that nothing has: as many as clients think of."""
@@ -129,4 +132,6 @@ def _log_access(scope: Scope, status: int | None, seconds: float) -> None:
         "ms": round(seconds * 1000, 1),
         "client": (scope.get("client") or ("",))[0],
     }
-    log.info("%(method)s %(path)s %(status)s in %(ms)s ms", fields, extra=fields)
+    is_well = scope["path"] in PROBES and status == HTTPStatus.OK  # as it is every few seconds, for ever
+    level = logging.DEBUG if is_well else logging.INFO
+    log.log(level, "%(method)s %(path)s %(status)s in %(ms)s ms", fields, extra=fields)

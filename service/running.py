@@ -24,7 +24,7 @@ from service.client import ClientError, FraternalClient, ServiceUnreachable
 from service.database import open_engine
 from service.errors import CommandFailed
 from service.launcher import end_marked_processes
-from service.settings import own_database_url
+from service.settings import SECRETS_DIR, own_database_url
 from service.tokens import Tokens
 
 ANNOUNCED = re.compile(r"^API +(http://\S+)/v1/sweeps$", re.MULTILINE)
@@ -91,7 +91,7 @@ def running_service(data_dir: Path, signals: Signals, console: Console) -> Itera
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**_without_settings(os.environ), MARK: mark},
+            env={**_without_settings(os.environ), SECRETS_DIR: "", MARK: mark},
             start_new_session=True,  # the terminal's signals are for us: we stop it, in order
         )
     try:

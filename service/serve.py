@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +18,7 @@ from sqlalchemy.pool import NullPool
 from starlette.types import ASGIApp
 
 from service.app import create_app
+from service.database import open_engine
 from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import LocalLauncher
 from service.logs import log_to_standard_error
@@ -25,7 +26,7 @@ from service.protocol import Http
 from service.revisions import check_schema, database_errors, is_missing
 from service.settings import Settings, read_settings
 from service.streams import Abortable, Streams
-from service.tokens import has_valid_token
+from service.tokens import Tokens, has_valid_token
 
 SECONDS_FOR_OPEN_REQUESTS = 5
 FILES_BESIDE_STREAMS = 1024
@@ -66,7 +67,8 @@ class _PatientServer(uvicorn.Server):
 def serve_until_stopped(**given: Any) -> None:
     """Serve until SIGINT (exit code 130), SIGTERM or SIGHUP (0). Raises CommandFailed if it cannot start."""
     settings = read_settings(**given)
-    _require_token_off_loopback(settings)
+    if settings.admin_token is None:
+        _require_token_off_loopback(settings)
     os.environ["TZ"] = "UTC"  # Optuna stamps trials with naive local time
     time.tzset()
     _allow_files(settings.max_streams + FILES_BESIDE_STREAMS)
@@ -74,6 +76,9 @@ def serve_until_stopped(**given: Any) -> None:
         log_to_standard_error(settings.log_format, settings.log_level)
         with database_errors():
             application = create_app(settings, LocalLauncher(settings))
+            if settings.admin_token is not None:
+                keep_given_token(settings)
+                _require_token_off_loopback(settings)  # it may have been revoked
         server = _PatientServer(
             server_config(Abortable(application), timeout_graceful_shutdown=SECONDS_FOR_OPEN_REQUESTS),
             application.state.streams,
@@ -101,8 +106,16 @@ def _require_token_off_loopback(settings: Settings) -> None:
             raise CommandFailed(
                 f"host {settings.host!r} is not loopback, other machines can reach it, and there is no valid "
                 f"token: make one with `fraternal token create --name NAME --scope admin --data-dir "
-                f"{settings.data_dir}`, or listen on 127.0.0.1 and come through an SSH tunnel"
+                f"{settings.data_dir}`, give one as FRATERNAL_ADMIN_TOKEN, or listen on "
+                "127.0.0.1 and come through an SSH tunnel"
             )
+
+
+def keep_given_token(settings: Settings) -> None:
+    """Raises CommandFailed where it cannot be."""
+    assert settings.admin_token is not None
+    with closing(Tokens(open_engine(settings.resolved_database_url))) as tokens:
+        tokens.keep_given(settings.admin_token.get_secret_value())
 
 
 def _has_valid_token(url: str) -> bool:

@@ -1,17 +1,30 @@
-"""Settings of the service, from `FRATERNAL_*` environment variables and the command line."""
+"""Settings of the service: from the command line, `FRATERNAL_*` environment variables, files of secrets."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SecretsSettingsSource,
+    SettingsConfigDict,
+)
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from service.errors import CommandFailed
 from service.hosts import hostname, is_loopback
 from service.rates import parse_rate_limit
+from service.tokens import parse_token
+
+SECRETS_DIR = "FRATERNAL_SECRETS_DIR"
+"""Variable: folder of files that are settings, `fraternal_database_password` say; empty: there is none."""
+USUAL_SECRETS_DIR = Path("/run/secrets")
+"""Where containers have them."""
 
 
 class Settings(BaseSettings):
@@ -23,6 +36,11 @@ class Settings(BaseSettings):
     """Database, checkpoints, corpora and driver logs, unless said otherwise below."""
     database_url: SecretStr | None = None
     """SQLAlchemy URL, PostgreSQL or an SQLite file, of one service; default: SQLite in the data directory."""
+    database_password: SecretStr | None = None
+    """Of a PostgreSQL whose URL has none, so that the same file can be its server's; SQLite needs none."""
+    admin_token: SecretStr | None = None
+    """A token of scope admin that is valid from the first start on, `frt_`, 12 hexadecimal digits, `_`, 43
+    random characters or more; another one at a later start takes its place."""
     store_url: str | None = None
     """fsspec URL of the checkpoint store; default: `checkpoints` in the data directory."""
     running_sweeps: int = Field(default=1, ge=1)
@@ -36,7 +54,8 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = "text"
     """`text` is for people, `json` an object a line for programs; both go to standard error."""
     log_level: Literal["debug", "info", "warning", "error"] | None = None
-    """What is logged at least; `info` has a line a request. Default: `warning` as text, `info` as JSON."""
+    """What is logged at least; `info` has a line a request but for probes. Default: `warning` as text, `info`
+    as JSON."""
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines can reach needs a token."""
     port: int = Field(default=8123, ge=0, le=65_535)
@@ -45,6 +64,28 @@ class Settings(BaseSettings):
     """Names, separated by commas, of the service besides localhost; off loopback, by default any."""
     rate_limit: str = "1000/second"
     """Requests of each token, or of each address without one, as `limits` writes it; `off` for none."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Raises CommandFailed where the folder of secrets that is named is none."""
+        folder = find_secrets_dir()
+        if folder is None:
+            return init_settings, env_settings
+        return init_settings, env_settings, SecretsSettingsSource(settings_cls, folder)
+
+    @field_validator("admin_token")
+    @classmethod
+    def _of_our_form(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None:
+            parse_token(token.get_secret_value())
+        return token
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod
@@ -80,7 +121,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _database_that_processes_share(self) -> Self:
-        url = make_url(self.resolved_database_url)
+        try:
+            url = make_url(self.resolved_database_url)
+        except ArgumentError as error:  # which repeats it, with its password
+            raise ValueError("database_url is no URL; one is sqlite:////srv/fraternal.db") from error
         if url.get_backend_name() not in {"sqlite", "postgresql"} or url.database in {None, "", ":memory:"}:
             raise ValueError(
                 f"database {url.render_as_string()} cannot be used: it must be a file of SQLite, "
@@ -95,9 +139,16 @@ class Settings(BaseSettings):
 
     @property
     def resolved_database_url(self) -> str:
-        if self.database_url is not None:
-            return self.database_url.get_secret_value()
-        return own_database_url(self.data_dir)
+        """With its password."""
+        if self.database_url is None:
+            return own_database_url(self.data_dir)
+        written = self.database_url.get_secret_value()
+        if self.database_password is None:
+            return written
+        url = make_url(written)
+        if url.get_backend_name() != "postgresql" or url.password:
+            return written
+        return url.set(password=self.database_password.get_secret_value()).render_as_string(False)
 
     @property
     def resolved_store_url(self) -> str:
@@ -105,6 +156,16 @@ class Settings(BaseSettings):
             return (self.data_dir.resolve() / "checkpoints").as_uri()
         # Workers run in folders of their own: what is relative here is not there.
         return self.store_url if "://" in self.store_url else Path(self.store_url).resolve().as_uri()
+
+
+def find_secrets_dir() -> Path | None:
+    """Raises CommandFailed where one is named that is not there."""
+    named = os.environ.get(SECRETS_DIR)
+    if named is None:
+        return USUAL_SECRETS_DIR if os.access(USUAL_SECRETS_DIR, os.R_OK | os.X_OK) else None
+    if named and not Path(named).is_dir():
+        raise CommandFailed(f"{SECRETS_DIR} is {named!r}, which is no folder: name one, or unset it")
+    return Path(named) if named else None
 
 
 def own_database_url(data_dir: Path) -> str:
@@ -124,7 +185,7 @@ def read_settings(database_url: str | None, **given: Any) -> Settings:
         if parsed.password is not None:
             raise CommandFailed(
                 "a password on the command line can be seen by everybody on the machine; "
-                "put the URL into FRATERNAL_DATABASE_URL"
+                "put the URL into FRATERNAL_DATABASE_URL, or the password into a file (README, Settings)"
             )
         given["database_url"] = database_url
     try:

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 from sqlalchemy import Engine, RowMapping, delete, insert, inspect, select, update
 
 from service.database import aware, naive, now
-from service.errors import UnknownToken
+from service.errors import CommandFailed, UnknownToken
 from service.tables import sessions, tokens
 
 Scope = Literal["read", "write", "admin"]
@@ -22,6 +23,10 @@ SESSION_LASTS = timedelta(hours=12)
 LONGEST_NAME = 200
 TOKEN, SESSION = "frt", "frs"
 """What a token and a session begin with, so that people and scanners of secrets know what they see."""
+WRITTEN = re.compile(rf"{TOKEN}_([0-9a-f]{{12}})_([A-Za-z0-9_-]{{43,}})")
+"""How a token is written: its id, and a secret of 256 random bits or more in whatever alphabet."""
+FROM_SETTINGS = "FRATERNAL_ADMIN_TOKEN"
+"""Name of the token that the settings give."""
 NOBODYS_DIGEST = "0" * 64
 """What a secret of an unknown id is compared with: that takes as long as the comparison with a real one."""
 
@@ -112,6 +117,30 @@ class Tokens:
             connection.execute(insert(tokens).values(values))
         return token, f"{TOKEN}_{token_id}_{secret}"
 
+    def keep_given(self, written: str) -> Token:
+        """The settings' token, and no other that they gave before. One that was revoked stays so.
+
+        Raises CommandFailed where its id is another token's.
+        """
+        token_id, secret = parse_token(written)
+        given = Token(token_id, FROM_SETTINGS, "admin", _digest(secret), now(), None, None)
+        values = {name: _stored(value) for name, value in asdict(given).items()}
+        with self._engine.begin() as connection:
+            replaced = (tokens.c.name == FROM_SETTINGS) & (tokens.c.id != token_id)
+            revoked = replaced & tokens.c.revoked_at.is_(None)
+            over = select(tokens.c.id).where(replaced)
+            connection.execute(delete(sessions).where(sessions.c.token_id.in_(over)))
+            connection.execute(update(tokens).where(revoked).values(revoked_at=naive(now())))
+            row = connection.execute(select(tokens).where(tokens.c.id == token_id)).mappings().one_or_none()
+            if row is None:
+                connection.execute(insert(tokens).values(values))
+                return given
+            if row["secret_sha256"] != given.secret_sha256:
+                raise CommandFailed(
+                    f"{FROM_SETTINGS}: another token has the id {token_id!r}; take other random digits"
+                )
+            return _token(row)
+
     def list_tokens(self) -> list[Token]:
         """In the order in which they were made; those that are no longer valid, too."""
         with self._engine.connect() as connection:
@@ -161,6 +190,16 @@ class Tokens:
             found = [_token(row) for row in connection.execute(select(tokens)).mappings()]
             browsers = [_session(row) for row in connection.execute(select(sessions)).mappings()]
         return Holders({token.id: token for token in found}, {browser.id: browser for browser in browsers})
+
+
+def parse_token(written: str) -> tuple[str, str]:
+    """Its id and its secret. Raises ValueError, which does not repeat it."""
+    found = WRITTEN.fullmatch(written)
+    if found is None:
+        raise ValueError(
+            f"it is no token; a shell makes one by {TOKEN}_$(openssl rand -hex 6)_$(openssl rand -hex 32)"
+        )
+    return found[1], found[2]
 
 
 def has_valid_token(engine: Engine) -> bool:

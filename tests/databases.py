@@ -9,6 +9,7 @@ from typing import Protocol
 
 import psutil
 from sqlalchemy import create_engine, text
+from sqlalchemy.engine import make_url
 
 
 class Database(Protocol):
@@ -67,6 +68,21 @@ class PostgreSQL:
             connection.execute(text(f"CREATE DATABASE {name}"))
         admin.dispose()
         return self._admin_url.replace("/postgres?", f"/{name}?")
+
+    def create_database_with_password(self, password: str) -> str:
+        """The URL, without the password, of an empty one whose owner is asked for it."""
+        url = make_url(self.create_database())
+        owner = f"owner_of_{url.database}"
+        rules = Path(self._server.pgdata) / "pg_hba.conf"
+        rules.write_text(f"local all {owner} scram-sha-256\n{rules.read_text()}")
+        literal = password.replace("'", "''").replace("%", "%%")
+        admin = create_engine(self._admin_url, isolation_level="AUTOCOMMIT")
+        with admin.connect() as connection:
+            connection.exec_driver_sql(f"CREATE ROLE {owner} LOGIN PASSWORD '{literal}'")
+            connection.exec_driver_sql(f"ALTER DATABASE {url.database} OWNER TO {owner}")
+            connection.exec_driver_sql("SELECT pg_reload_conf()")
+        admin.dispose()
+        return url._replace(username=owner, password=None).render_as_string()
 
     def take_away(self) -> None:
         """kill -9 of the postmaster; its backends see that and end by themselves."""

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,11 +20,12 @@ import trials.driver
 from models.precision import UnsupportedPrecision
 from service.database import migrate, open_engine
 from service.drive import main
-from service.launcher import findable
+from service.launcher import DRIVER_ENVIRONMENT, findable
 from service.records import Records
 from service.settings import Settings
 from service.studies import open_storage
 from tests.fakes import MemoryJournal, open_ledger, report, spec, verified
+from trials.cpus import usable_cpus
 from trials.driver import EXIT_UNSETTLED, PauseSwitch, _ray_has_died, _Watch, drive, require_gpu, room_for
 from trials.ledger import JournalAway, Orders, StudyLedger
 from trials.search import StudySearch
@@ -324,3 +326,42 @@ def test_a_database_that_is_away_after_a_limit_is_asked_again_no_more_often_than
     assert run_watch(ledger, journal, Verifier(ledger, looking), worker, lambda: None) == 0
     assert waits.count(trials.driver.BEAT_S) >= 4
     assert waits.count(0) <= 1
+
+
+def test_cpus_are_those_of_the_affinity_and_of_a_containers_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    for written, cpus in (
+        ("max 100000", 4),
+        ("200000 100000", 2),
+        ("150000 100000", 1),
+        ("50000 100000", 1),
+        ("800000 100000", 4),
+        ("50000 20000", 2),
+    ):
+        (tmp_path / "cpu.max").write_text(written + "\n")
+        assert usable_cpus(tmp_path) == cpus, written
+    assert usable_cpus(tmp_path / "nowhere") == 4
+
+
+CPUS_OF_RAY = """
+import os, sys
+from pathlib import Path
+import ray
+from trials.cpus import usable_cpus
+from trials.driver import start_ray
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+start_ray(Path(sys.argv[1]))
+print(usable_cpus(), ray.cluster_resources()["CPU"])
+"""
+
+
+@pytest.mark.slow
+def test_ray_has_the_cpus_that_the_service_tells_of(tmp_path: Path) -> None:
+    """By itself it would take all of the machine's, though only one may be used."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as scratch:  # Ray's sockets want a short path
+        command = [sys.executable, "-c", CPUS_OF_RAY, scratch]
+        env = {**os.environ, **DRIVER_ENVIRONMENT, "RAY_AUTH_TOKEN": "0" * 64}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.stdout.split() == ["1", "1.0"], done.stderr

@@ -147,6 +147,21 @@ def test_a_request_is_a_line_with_its_route_status_and_sweep(client: httpx.Clien
     assert 0 < line["ms"] < 60_000
 
 
+def test_a_probe_is_a_line_where_not_all_is_well_or_for_who_debugs(
+    client: httpx.Client, lines: Lines
+) -> None:
+    """It comes every few seconds, for ever."""
+    assert client.get("/healthz", headers={"x-request-id": "well"}).status_code == 200
+    assert client.get("/readyz", headers={"x-request-id": "ill"}).status_code == 503
+    assert lines.of_request("ill")["level"] == "INFO"
+    client.get("/v1/sweeps", headers={"x-request-id": "after"})
+    lines.of_request("after")
+    assert [line["path"] for line in lines.of("service.requests")] == ["/readyz", "/v1/sweeps"]
+    logging.getLogger().setLevel(logging.DEBUG)
+    client.get("/healthz", headers={"x-request-id": "seen"})
+    assert lines.of_request("seen")["level"] == "DEBUG"
+
+
 def test_what_is_logged_in_a_request_has_its_id_and_its_sweep(
     client: httpx.Client, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ import httpx
 import psutil
 import pytest
 from sqlalchemy import MetaData, select
-from sqlalchemy.engine import make_url
 
 from service.access import COOKIE
 from service.database import migrate, open_engine
@@ -36,6 +35,8 @@ PASSWORD = "planted-xyzzy-password"
 IN_ENVIRONMENT = {
     "FRATERNAL_TOKEN": "frt_0123456789ab_planted-xyzzy-clients-own",
     "AWS_SECRET_ACCESS_KEY": "planted-xyzzy-store",
+    "FRATERNAL_ADMIN_TOKEN": "frt_ba9876543210_planted-xyzzy-given-with-the-settings-of-it",
+    "FRATERNAL_DATABASE_PASSWORD": PASSWORD,
 }
 WRONG = "frt_0123456789ab_planted-xyzzy-wrong"
 PATHS = (
@@ -69,7 +70,7 @@ class Planted:
 
 @pytest.fixture(scope="module")
 def planted(server: PostgreSQL, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
-    url = make_url(server.create_database()).set(password=PASSWORD).render_as_string(hide_password=False)
+    url = server.create_database()
     engine = open_engine(url)
     migrate(engine)
     tokens = Tokens(engine)
@@ -81,7 +82,6 @@ def planted(server: PostgreSQL, tmp_path_factory: pytest.TempPathFactory) -> Ite
         cookie = signed_in(service, written)
         service._http.headers["authorization"] = f"Bearer {written}"
         secrets = [
-            PASSWORD,
             WRONG,
             *IN_ENVIRONMENT.values(),
             *(one.split("_", 2)[2] for one in (written, gone, cookie)),
@@ -175,7 +175,8 @@ def test_no_process_of_ray_has_the_databases_password_or_a_clients_token(
     for process in processes:
         environment = repr(process.environ())
         assert PASSWORD not in environment, process.cmdline()
-        assert IN_ENVIRONMENT["FRATERNAL_TOKEN"] not in environment, process.cmdline()
+        for name in ("FRATERNAL_TOKEN", "FRATERNAL_ADMIN_TOKEN"):
+            assert IN_ENVIRONMENT[name] not in environment, process.cmdline()
     service.wait_for_end(sweep_id)
 
 

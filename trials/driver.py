@@ -23,6 +23,7 @@ from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tun
 from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
 
 from models.config import Precision
+from trials.cpus import usable_cpus
 from trials.ledger import Fenced, Journal, StudyLedger
 from trials.search import LedgerScheduler, NoProgress, StudySearch
 from trials.spec import Resources, SweepSpec
@@ -152,6 +153,7 @@ def start_ray(scratch: Path) -> None:
     """Start a small Ray of our own: a bare init would join what others left running."""
     ray.init(
         address="local",
+        num_cpus=usable_cpus(),
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=100 * 2**20,

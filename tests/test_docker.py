@@ -1,0 +1,406 @@
+"""docker/: what can be known of images, compose files and manifests without an engine or a cluster.
+
+`make rehearse` carries out the Dockerfile for real; here is that it would be the same steps.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from service.settings import Settings
+from service.tokens import parse_token
+from tests.played_service import played_service
+from tests.service_process import wait_until
+
+ROOT = Path(__file__).parent.parent
+DOCKER = ROOT / "docker"
+DOCKERFILE = (DOCKER / "Dockerfile").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SECRETS = {"fraternal_admin_token", "fraternal_database_password"}
+DIGEST = re.compile(r"[a-z/]+:\d+\.\d+[\w.-]*@sha256:[0-9a-f]{64}")
+
+
+def found(*names: str) -> str:
+    """A tool beside this Python, or elsewhere on the path; the test is skipped where there is none."""
+    for name in names:
+        tool = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        if tool is not None:
+            return tool
+    pytest.skip(f"{names[0]} is not there: pip install 'fraternal[dev]'")
+
+
+def loaded_rehearsal() -> ModuleType:
+    named = importlib.util.spec_from_file_location("rehearse", DOCKER / "rehearse.py")
+    assert named is not None
+    assert named.loader is not None
+    module = importlib.util.module_from_spec(named)
+    sys.modules["rehearse"] = module  # where its dataclasses look themselves up
+    named.loader.exec_module(module)
+    return module
+
+
+rehearse = loaded_rehearsal()
+
+
+class Noting:
+    """An engine that carries nothing out."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, str]] = []
+        self.copied: list[tuple[list[str], str, str | None]] = []
+        self.ran: list[tuple[str, dict[str, str], list[dict[str, str]]]] = []
+
+    def begin(self, stage: str, base: str) -> None:
+        self.begun.append((stage, base))
+
+    def copy(self, stage: str, sources: list[str], target: str, origin: str | None) -> None:
+        self.copied.append((sources, target, origin))
+
+    def run(self, stage: str, command: str, image: Any, mounts: list[dict[str, str]]) -> None:
+        self.ran.append((command, dict(image.env), mounts))
+
+
+def noted(**build_args: str) -> tuple[Noting, Any]:
+    engine = Noting()
+    return engine, rehearse.build(rehearse.parse(DOCKERFILE), engine, build_args)
+
+
+# The Dockerfile.
+
+
+def test_the_dockerfile_passes_hadolint() -> None:
+    done = subprocess.run([found("hadolint"), DOCKER / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_rehearsal_runs_the_very_steps_of_the_dockerfile() -> None:
+    engine, _ = noted()
+    without_comments = re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE)
+    steps = re.findall(r"^RUN (?:--mount=\S+\s+\\\n\s+)?((?:.*\\\n)*.*)$", without_comments, re.MULTILINE)
+    assert len(steps) == without_comments.count("\nRUN ") == 8
+
+    def words(command: str) -> list[str]:
+        return command.replace("\\\n", " ").split()
+
+    assert [words(command) for command, _, _ in engine.ran] == [words(step) for step in steps]
+    assert [stage for stage, _ in engine.begun] == ["dependencies", "wheel", "final"]
+    assert engine.ran[-1][2] == [
+        {"type": "bind", "from": "wheel", "source": "/wheels", "target": "/wheels"},
+    ]
+
+
+def test_the_rehearsal_passes_over_nothing_that_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="SHELL is not known here"):
+        rehearse.build(rehearse.parse('FROM a\nSHELL ["bash"]'), Noting(), {})
+
+
+def test_a_build_argument_chooses_the_build_of_torch() -> None:
+    for given, index in (
+        ({}, "https://download.pytorch.org/whl/cpu"),
+        ({"TORCH_INDEX_URL": "https://pypi.org/simple"}, "https://pypi.org/simple"),
+    ):
+        engine, _ = noted(**given)
+        command, env, _ = engine.ran[0]
+        assert env["TORCH_INDEX_URL"] == index
+        assert '--index-url "${TORCH_INDEX_URL}" torch==' in command
+
+
+def test_every_torch_is_the_projects() -> None:
+    (wanted,) = [one for one in PROJECT["project"]["dependencies"] if one.startswith("torch")]
+    assert set(re.findall(r"torch==[\w.]+", DOCKERFILE)) == {wanted}
+    assert wanted in (ROOT / "Makefile").read_text()
+
+
+def test_base_images_are_pinned_by_tag_and_digest_and_have_a_python_that_we_support() -> None:
+    engine, _ = noted()
+    bases = {base for _, base in engine.begun}
+    database = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["database"]["image"]
+    for image in (*bases, database):
+        assert DIGEST.fullmatch(image), image
+    (base,) = bases
+    python = re.search(r"^python:([\d.]+)-", base)
+    assert python is not None
+    assert Requirement(f"python{PROJECT['project']['requires-python']}").specifier.contains(python[1])
+    assert python[1].rpartition(".")[0] == f"{sys.version_info[0]}.{sys.version_info[1]}", (
+        "which the tests run on"
+    )
+
+
+def included(path: str) -> bool:
+    """Whether .dockerignore, a list of exceptions from nothing at all, lets it into the context."""
+    rules = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
+    rules = [rule for rule in rules if rule and not rule.startswith("#")]
+    assert rules[0] == "*"
+    return any(path == rule[1:] or path.startswith(rule[1:] + "/") for rule in rules if rule[0] == "!")
+
+
+def test_the_context_has_what_is_copied_and_nothing_else() -> None:
+    engine, _ = noted()
+    copied = {source for sources, _, origin in engine.copied if origin is None for source in sources}
+    assert all((ROOT / source).exists() for source in copied)
+    assert all(included(source) for source in copied)
+    for path in (
+        ".git/config",
+        "docker/secrets/fraternal_admin_token",
+        "fraternal-data/fraternal.db",
+        ".venv",
+    ):
+        assert not included(path)
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode == 0:
+        let_in = {path for path in tracked.stdout.split() if included(path)}
+        assert {
+            path for path in let_in if not any(f"{path}/".startswith(f"{one}/") for one in copied)
+        } == set()
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert set(packages) <= copied
+
+
+def test_the_image_is_of_a_user_without_rights_and_process_1_is_an_init() -> None:
+    _, image = noted()
+    assert image.user == "10001:10001", "by numbers: Kubernetes asks whether that is root"
+    assert image.entrypoint == ["tini", "--", "fraternal"]
+    assert image.command == ["serve", "--stop-drivers"]
+    last = DOCKERFILE.rpartition("\nFROM ")[2]
+    assert not re.search(r"\b(gcc|g\+\+|make|git|build-essential|curl)\b", last)
+    assert {"FRATERNAL_HOST": "0.0.0.0", "TZ": "UTC", "LANG": "C.UTF-8"}.items() <= image.env.items()
+
+
+def test_the_health_check_tells_a_ready_service_from_none(tmp_path: Path) -> None:
+    _, image = noted()
+    python, *arguments = image.health
+    assert python == "python"
+
+    def check(port: int) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "FRATERNAL_PORT": str(port), "http_proxy": "http://127.0.0.1:1"}
+        return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+
+    with played_service(tmp_path / "idle", plays=False) as client:
+        done = check(client.base_url.port or 0)
+        assert (done.returncode, "the reconciler has not looked" in done.stdout) == (1, True)
+    with played_service(tmp_path / "plays") as client:
+        port = client.base_url.port or 0
+        wait_until(lambda: check(port).returncode == 0, "it is healthy", lambda: check(port).stdout)
+        assert '"status":"ready"' in check(port).stdout
+    assert check(port).returncode == 1
+
+
+# The locks.
+
+
+def locked(name: str) -> dict[str, str]:
+    """Versions by name; every one of them has hashes."""
+    text = (DOCKER / name).read_text()
+    blocks = re.findall(
+        r"^([a-z0-9-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.MULTILINE
+    )
+    assert len(blocks) == len(re.findall(r"^[^\s#]", text, re.MULTILINE)) > 3
+    return {name: version for name, version, _ in blocks}
+
+
+def test_the_lock_is_what_the_project_asks_for() -> None:
+    pinned = locked("requirements.txt")
+    extras = PROJECT["project"]["optional-dependencies"]
+    asked = [*PROJECT["project"]["dependencies"], *extras["postgres"], *extras["s3"]]
+    assert "torch" not in pinned, "whose build is chosen"
+    for one in map(Requirement, asked):
+        if one.name != "torch":
+            version = pinned[canonicalize_name(one.name)]
+            assert one.specifier.contains(version), f"{one}, but locked is {version}: `make lock`"
+    build = locked("build-requirements.txt")
+    for one in map(Requirement, PROJECT["build-system"]["requires"]):
+        assert one.specifier.contains(build[one.name]), one
+
+
+def test_the_lock_is_whole() -> None:
+    """What is locked and installed here asks for nothing that is not locked, too."""
+    pinned = locked("requirements.txt")
+    looked_at = 0
+    extras = {"ray": ["tune"], "psycopg": ["binary"]}
+    for name in pinned:
+        try:
+            if version(name) != pinned[name]:
+                continue
+        except PackageNotFoundError:  # of an extra that is not installed here
+            continue
+        asked = [Requirement(one) for one in requires(name) or []]
+        looked_at += 1
+        wanted = ["", *extras.get(name, [])]
+        for one in asked:
+            if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in wanted):
+                assert canonicalize_name(one.name) in {*pinned, "torch"}, f"{name} needs {one}: `make lock`"
+    assert looked_at > 50
+
+
+# Compose.
+
+
+def composed(tmp_path: Path, *files: str, **environment: str) -> dict[str, Any]:
+    """What `docker compose config` makes of them."""
+    here = tmp_path / "docker"
+    if not here.exists():
+        shutil.copytree(DOCKER, here, ignore=shutil.ignore_patterns("secrets", "corpora"))
+        (here / "secrets").mkdir()
+        for name in SECRETS:
+            (here / "secrets" / name).write_text("planted-xyzzy")
+    options = [part for name in files for part in ("--file", name)]
+    command = [found("docker-compose"), *options, "config"]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "xyzzy" not in done.stdout
+    return dict(yaml.safe_load(done.stdout))
+
+
+def test_docker_compose_takes_the_composition(tmp_path: Path) -> None:
+    whole = composed(tmp_path, "compose.yaml")
+    assert set(whole["services"]) == {"controller", "database"}, "nothing that nobody uses is started"
+    for name, service in whole["services"].items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["restart"] == "unless-stopped", name
+        assert "/tmp" in {mount.partition(":")[0] for mount in service["tmpfs"]}, name
+    controller, database = whole["services"]["controller"], whole["services"]["database"]
+    assert controller["ports"] == [
+        {"mode": "ingress", "host_ip": "127.0.0.1", "target": 8123, "published": "8123", "protocol": "tcp"}
+    ]
+    assert {mount["target"] for mount in controller["volumes"]} == {"/data", "/corpora"}
+    assert {secret["source"] for secret in controller["secrets"]} == SECRETS
+    assert "ports" not in database
+    assert whole["networks"]["inside"]["internal"]
+    assert list(database["networks"]) == ["inside"]
+    (password,) = database["secrets"]
+    assert database["environment"]["POSTGRES_PASSWORD_FILE"] == password["target"]
+    assert password["source"] == "fraternal_database_password"
+    version = PROJECT["project"]["version"]
+    assert controller["image"] == f"fraternal:{version}-cpu"
+    assert f"ARG VERSION={version}\n" in DOCKERFILE
+
+
+def test_what_compose_is_told_by_the_environment_reaches_the_service(tmp_path: Path) -> None:
+    given = {"FRATERNAL_CPUS": "1.5", "FRATERNAL_MEMORY": "4g", "FRATERNAL_LISTEN": "0.0.0.0:80"}
+    controller = composed(tmp_path, "compose.yaml", **given)["services"]["controller"]
+    assert (float(controller["cpus"]), int(controller["mem_limit"])) == (1.5, 4 * 2**30)
+    assert (controller["ports"][0]["host_ip"], controller["ports"][0]["published"]) == ("0.0.0.0", "80")
+
+
+def test_docker_compose_takes_the_gpu_variant(tmp_path: Path) -> None:
+    controller = composed(tmp_path, "compose.yaml", "compose.gpu.yaml")["services"]["controller"]
+    assert controller["build"]["args"] == {"TORCH_INDEX_URL": "https://pypi.org/simple"}
+    assert controller["image"].endswith("-cuda")
+    (device,) = controller["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
+
+
+def test_settings_and_secrets_of_the_composition_are_the_services_own(tmp_path: Path) -> None:
+    """A misspelt one would be passed over in silence."""
+    fields = {f"fraternal_{name}" for name in Settings.model_fields}
+    assert fields >= SECRETS
+    controller = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["controller"]
+    _, image = noted()
+    given = {
+        name.lower() for name in (*controller["environment"], *image.env) if name.startswith("FRATERNAL_")
+    }
+    assert given <= fields
+    settings = Settings(
+        data_dir=tmp_path,
+        database_url=controller["environment"]["FRATERNAL_DATABASE_URL"],
+        database_password="a/b",
+    )
+    assert settings.resolved_database_url == "postgresql+psycopg://fraternal:a%2Fb@database/fraternal"
+
+
+def test_one_command_makes_secrets_once_and_brings_everything_up(tmp_path: Path) -> None:
+    shutil.copy(DOCKER / "up.sh", tmp_path)
+    engine = tmp_path / "bin" / "docker"
+    engine.parent.mkdir()
+    engine.write_text('#!/bin/sh\necho "$PWD $*" >> "$0.asked"\n')  # which is not there in tests
+    engine.chmod(0o755)
+    env = {**os.environ, "PATH": f"{engine.parent}:{os.environ['PATH']}"}
+
+    def up() -> str:
+        command = [tmp_path / "up.sh", "--no-color"]
+        done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, umask=0o022)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    said = up()
+    made = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
+    assert set(made) == SECRETS
+    parse_token(made["fraternal_admin_token"].strip())
+    assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "secrets").iterdir()} == {0o444}
+    said += up()
+    assert {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()} == made
+    assert not [secret for secret in made.values() if secret.strip() in said]
+    asked = (engine.parent / "docker.asked").read_text().splitlines()
+    assert asked == [f"{tmp_path} compose up --build --detach --wait --no-color"] * 2
+
+
+# Kubernetes.
+
+
+def manifests() -> dict[str, Any]:
+    """By kind."""
+    documents = yaml.safe_load_all((DOCKER / "kubernetes" / "controller.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.37"])
+def test_the_manifests_are_valid_by_their_schemas(version: str) -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="manifests are not checked: pip install kubernetes-validate"
+    )
+    kinds = manifests()
+    assert set(kinds) == {"PersistentVolumeClaim", "Deployment", "Service", "PodDisruptionBudget"}
+    for document in kinds.values():
+        kubernetes_validate.validate(document, version, strict=True)
+    kinds["Deployment"]["spec"]["replicsa"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError, match="replicsa"):
+        kubernetes_validate.validate(kinds["Deployment"], version, strict=True)
+
+
+def test_the_manifests_fit_the_image_and_one_another() -> None:
+    kinds = manifests()
+    _, image = noted()
+    spec = kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    user, group = map(int, image.user.split(":"))
+    assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["fsGroup"]) == (user, group)
+    assert container["ports"][0]["containerPort"] == int(image.env["FRATERNAL_PORT"])
+    assert not spec["enableServiceLinks"], "a Service named fraternal would set FRATERNAL_PORT to tcp://…"
+    paths = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert {image.env["FRATERNAL_DATA_DIR"], image.env["HOME"], "/dev/shm"} <= set(paths)
+    assert set(paths.values()) == {volume["name"] for volume in spec["volumes"]}
+    (folder,) = [one["value"] for one in container["env"] if one["name"] == "FRATERNAL_SECRETS_DIR"]
+    assert paths[folder] == "secrets"
+    labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        kinds["Deployment"]["spec"]["selector"]["matchLabels"],
+        kinds["Service"]["spec"]["selector"],
+        kinds["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels.items()
+    assert (kinds["Deployment"]["spec"]["replicas"], kinds["Deployment"]["spec"]["strategy"]) == (
+        1,
+        {"type": "Recreate"},
+    )
+    (customized,) = yaml.safe_load((DOCKER / "kubernetes" / "kustomization.yaml").read_text())["images"]
+    assert customized["name"] == container["image"]
+    assert customized["newTag"] == f"{Version(PROJECT['project']['version'])}-cpu"
