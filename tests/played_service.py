@@ -131,6 +131,10 @@ class PlayedDriver:
         """The next trial, to its end."""
         assert self._launcher._play(self._ledger, self._spec, self._spec.training.epochs)
 
+    def verify(self) -> None:
+        """The best checkpoint, as before a sweep ends."""
+        Verifier(self._ledger, verified).settle()
+
     def close(self) -> None:
         self._launcher.close()
 

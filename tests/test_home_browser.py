@@ -88,6 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             with closing(PlayedDriver(folder, sweep_id)) as driver:
                 for _ in range(played):
                     driver.play()
+                if become["state"] == "succeeded":
+                    driver.verify()
             at = naive(now() - ago)
             values = {"state_since": at, "running_since": None, **become}
             with engine.begin() as connection:
