@@ -66,6 +66,7 @@ class SweepViews:
         self._at_rest: Remembered[Stamp, tuple[SweepView, bytes]] = Remembered(MOST_SWEEPS, lambda _: 0)
         """And as JSON."""
         self._trials_at_rest: Remembered[Stamp, list[TrialView]] = Remembered(MOST_TRIALS, len)
+        self._environment_at_rest: Remembered[Stamp, Environment] = Remembered(MOST_SWEEPS, lambda _: 0)
         self._trial_at_rest: Remembered[tuple[Stamp, int], TrialDetail] = Remembered(
             MOST_EPOCHS, lambda trial: len(trial.curve)
         )
@@ -211,6 +212,12 @@ class SweepViews:
 
     def environment(self, record: SweepRecord, trials: Sequence[TrialView]) -> Environment:
         """Raises UnreadableStudy."""
+        if record.state in CHANGING:
+            return self._environment(record, trials)
+        known = self._environment_at_rest.find(record.stamp)
+        return known or self._environment_at_rest.keep(record.stamp, self._environment(record, trials))
+
+    def _environment(self, record: SweepRecord, trials: Sequence[TrialView]) -> Environment:
         devices, runtimes = [trial.device for trial in trials], [trial.runtime for trial in trials]
         with reading(record), self._records.engine.connect() as connection:
             of_study = read_study_attributes(connection, record.study)
