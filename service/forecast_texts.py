@@ -92,9 +92,12 @@ def seconds(band: BandView | None) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """43 s, 7 min, 3 h 20 min or 2 days 5 h."""
+    """43 s, 2 min 41 s, 27 min, 3 h 20 min or 2 days 5 h: as fine as a band needs."""
     if seconds < 100:
         return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 20:
+        return f"{minutes} min {rest} s"
     minutes = round(seconds / 60)
     if minutes < 100:
         return f"{minutes} min"

@@ -350,7 +350,8 @@ def test_a_dry_run_in_json_has_all_of_it(http: httpx.Client) -> None:
     [
         (7.4, "7 s"),
         (99, "99 s"),
-        (101, "2 min"),
+        (161, "2 min 41 s"),
+        (1199.6, "20 min"),
         (5_950, "99 min"),
         (7_260, "2 h 1 min"),
         (183_600, "2 days 3 h"),
