@@ -23,7 +23,7 @@ from service.report_texts import escaped
 from service.schemas import ENDED, TrialDetail
 from service.views import find_spec
 from trials.perplexity import perplexity
-from trials.store import SUMS
+from trials.store import SUMS, CorruptCheckpoint, parse_sums, write_sums
 
 WEIGHTS = "model.safetensors"
 TEXTS = ("config.json", "vocabulary.txt", "metrics.json")
@@ -107,6 +107,7 @@ def archive_of(file: BinaryIO, record: SweepRecord, trial: TrialDetail) -> Joine
         return _archive_of(file, record, trial)
     except (
         tarfile.TarError,
+        CorruptCheckpoint,
         EOFError,
         ValueError,
         LookupError,
@@ -152,7 +153,7 @@ def _archive_of(file: BinaryIO, record: SweepRecord, trial: TrialDetail) -> Join
     summed[WEIGHTS] = sums[WEIGHTS]
     pieces = [piece for name, content in files.items() for piece in _member(name, content)]
     pieces += _member(WEIGHTS, weights)
-    pieces += _member(SUMS, "".join(f"{digest}  {name}\n" for name, digest in summed.items()).encode())
+    pieces += _member(SUMS, write_sums(summed))
     pieces.append(Piece(b"\0" * (2 * BLOCK), 2 * BLOCK))
     return Joined(pieces)
 
@@ -160,7 +161,7 @@ def _archive_of(file: BinaryIO, record: SweepRecord, trial: TrialDetail) -> Join
 def _members_of(file: BinaryIO) -> tuple[dict[str, bytes], Piece, dict[str, str]]:
     """The small files of an archive, where its weights lie, and what it says that their sums are.
 
-    Nothing is believed: the file may be anybody's. Raises ValueError, TarError.
+    Nothing is believed: the file may be anybody's. Raises ValueError, TarError, CorruptCheckpoint.
     """
     with tarfile.open(fileobj=file, mode="r:") as archive:
         members: dict[str, tarfile.TarInfo] = {}
@@ -175,8 +176,7 @@ def _members_of(file: BinaryIO) -> tuple[dict[str, bytes], Piece, dict[str, str]
                 )
             members[member.name] = member
         written = {name: _read(archive, members[name]) for name in TEXTS}
-        listed = (line.split("  ", 1) for line in _read(archive, members[SUMS]).decode().splitlines())
-        sums = {name: digest for digest, name in listed}
+        sums = parse_sums(_read(archive, members[SUMS]), "the archive")
         weights = members[WEIGHTS]
     return written, Piece(file, weights.size, weights.offset_data), sums
 

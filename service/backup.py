@@ -4,7 +4,6 @@ A backup is a folder: the database, as a file of SQLite wherever it came from; t
 corpora that were downloaded; a manifest; and the SHA-256 of each. It has its name once it is whole.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -29,7 +28,7 @@ from service.database import migrate, now
 from service.errors import CommandFailed
 from service.revisions import OPTUNAS, OURS, check_schema, shown
 from service.settings import Settings
-from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, unpack
+from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, parse_sums, sha256_of, unpack, write_sums
 from trials.version import own_version
 
 DATABASE, CHECKPOINTS, CORPORA, MANIFEST = "fraternal.db", "checkpoints", "corpora", "backup.json"
@@ -128,7 +127,7 @@ class _Part:
         return path
 
     def sign(self, name: str) -> None:
-        self._sums[name] = _sha256(self._folder / name)
+        self._sums[name] = sha256_of(self._folder / name)
 
     def add_checkpoints(self, trial: TrialInCopy, files: Iterable[tuple[str, BinaryIO]]) -> None:
         """Those of a trial that are sound. One that cannot be used here would be of no use elsewhere."""
@@ -162,8 +161,7 @@ class _Part:
         )
         (self._folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
         self.sign(MANIFEST)
-        lines = [f"{digest}  {name}\n" for name, digest in self._sums.items()]
-        (self._folder / SUMS).write_text("".join(lines))
+        (self._folder / SUMS).write_bytes(write_sums(self._sums))
         return manifest
 
 
@@ -237,11 +235,10 @@ def _require_known(manifest: Manifest, backup: Path) -> None:
 def _read_sums(backup: Path, manifest: Manifest) -> dict[str, str]:
     path = backup / SUMS
     try:
-        lines = path.read_text().splitlines()
-        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        sums = parse_sums(path.read_bytes(), str(backup))
     except FileNotFoundError as error:
         raise CommandFailed(f"the backup is incomplete: there is no {path}; use another backup") from error
-    except ValueError as error:
+    except CorruptCheckpoint as error:
         raise CommandFailed(f"the backup is damaged: {path} cannot be read; use another backup") from error
     outside = [name for name in sums if name.startswith("/") or ".." in name.split("/")]
     if outside or not {DATABASE, MANIFEST} <= set(sums) or len(sums) != manifest.files + 1:
@@ -254,7 +251,7 @@ def _verify(backup: Path, sums: dict[str, str], progress: Progress) -> None:
         progress(done, len(sums))
         path = backup / name
         try:
-            found = _sha256(path)
+            found = sha256_of(path)
         except FileNotFoundError as error:
             raise CommandFailed(
                 f"the backup is incomplete: there is no {path}; use another backup"
@@ -306,8 +303,3 @@ def _written_whole(folder: Path) -> Iterator[Path]:
         os.sync()
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -40,11 +40,8 @@ CHANGING_SIZE = {"tied", "averaging", "windows", "recompute", "regularizer", "el
 
 
 def slots(spec: SweepSpec, capacity: Capacity) -> int:
-    """How many trials run at once; trials.driver.room_for asks Ray the same."""
-    by_cpu = capacity.cpus / spec.resources.cpus
-    gpus = spec.resources.gpus
-    by_gpu = int(capacity.gpus) * int(1 / gpus) if gpus else by_cpu
-    room = max(1, int(min(by_cpu, by_gpu)))
+    """How many trials run at once."""
+    room = spec.resources.room(capacity.cpus, capacity.gpus)
     return min(room, spec.resources.max_concurrent or room, spec.budget.trials)
 
 

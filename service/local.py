@@ -20,7 +20,7 @@ from models.config import AWDLSTMConfig
 from models.precision import UnsupportedPrecision, require_precision
 from regularizers.config import Regularization
 from service.errors import CommandFailed
-from service.looks import Look, Looked, LookLog, sha256_of
+from service.looks import Look, Looked, LookLog
 from service.progress import ProgressDisplay, of_training
 from service.texts import load, parse_corpus_spec, parse_strictly, read_split
 from trials.attempt import best_checkpoint, is_out_of_memory, require_finite
@@ -32,7 +32,7 @@ from trials.generation import generate
 from trials.memory import require_memory
 from trials.perplexity import perplexity
 from trials.spec import TrainingConfig, TrialConfig, merged
-from trials.store import CorruptCheckpoint
+from trials.store import CorruptCheckpoint, sha256_of
 from trials.tasks import Task
 from trials.training import Diverged, Training
 

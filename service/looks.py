@@ -6,7 +6,6 @@ checkpoints, one was looked at.
 
 import fcntl
 import getpass
-import hashlib
 import json
 import math
 import os
@@ -131,12 +130,6 @@ def _append(log: int, line: bytes) -> None:
     except OSError:
         os.ftruncate(log, end)
         raise
-
-
-def sha256_of(file: Path) -> str:
-    """Of a whole file. Raises OSError."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _user() -> str:

@@ -6,9 +6,10 @@ from pathlib import Path
 from models.awd_lstm import AWDLSTM
 from service.errors import CommandFailed
 from service.local import finetune_file, read_checkpoint, rebuild, usable_device
-from service.looks import Look, Looked, LookLog, sha256_of
+from service.looks import Look, Looked, LookLog
 from trials.corpora import Corpus, CorpusSpec
 from trials.evaluation import Ids, evaluate, evaluate_mc
+from trials.store import sha256_of
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from models.portable import (
 )
 from service.errors import CommandFailed
 from service.local import read_checkpoint, rebuild
-from service.looks import sha256_of
 from service.runs import missing_extra
 from trials.checkpoints import BestCheckpoint
-from trials.store import write_whole
+from trials.store import sha256_of, write_whole
 
 
 def export_onnx(file: Path, out: Path) -> str:

@@ -118,7 +118,7 @@ class TrialView(View):
     that; null: this one has not been."""
     device: str | None
     runtime: str | None
-    """What its process was: torch, threads, the allocator and its settings."""
+    """What its process was: versions, threads, the allocator and its settings."""
     started_at: datetime | None
     finished_at: datetime | None
 

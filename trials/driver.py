@@ -164,10 +164,7 @@ def start_ray(scratch: Path) -> None:
 def room_for(resources: Resources) -> int:
     """How many trials the cluster has room for; at least one, so that a cluster that grows later is used."""
     cluster: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    by_cpu = cluster.get("CPU", 0) / resources.cpus
-    # A trial's share is of one GPU: what is left of several makes up no other.
-    by_gpu = int(cluster.get("GPU", 0)) * int(1 / resources.gpus) if resources.gpus else by_cpu
-    return max(1, int(min(by_cpu, by_gpu)))
+    return resources.room(cluster.get("CPU", 0), cluster.get("GPU", 0))
 
 
 class _Watch(threading.Thread):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from trials.corpora import FILES, SPLITS, Corpus, CorpusSpec, PathCorpus, Vocabulary, load_corpus
-from trials.store import CorruptCheckpoint, pack, unpack, write_whole
+from trials.store import CorruptCheckpoint, pack, sha256_of, unpack, write_whole
 
 
 def load_encoded(corpus: CorpusSpec, root: Path, digests: tuple[str, ...], folder: Path) -> Corpus:
@@ -41,14 +41,9 @@ def text_digests(corpus: CorpusSpec) -> tuple[str, ...]:
     if not isinstance(corpus, PathCorpus):
         return ()
     try:
-        return tuple(_sha256(Path(corpus.path) / name) for name in FILES.values())
+        return tuple(sha256_of(Path(corpus.path) / name) for name in FILES.values())
     except OSError:  # load_corpus says what is wrong with it
         return ()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _find(entry: Path, digests: tuple[str, ...]) -> Corpus | None:

@@ -322,6 +322,13 @@ class Resources(Wire):
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     """Trials at once; by default as many as the machine has room for."""
 
+    def room(self, cpus: float, gpus: float) -> int:
+        """How many trials so many CPUs and GPUs have room for; at least one."""
+        by_cpu = cpus / self.cpus
+        # A trial's share is of one GPU: what is left of several makes up no other.
+        by_gpu = int(gpus) * int(1 / self.gpus) if self.gpus else by_cpu
+        return max(1, int(min(by_cpu, by_gpu)))
+
 
 FailureClass = Literal[
     "diverged", "out_of_memory", "infrastructure", "user_error", "timeout", "disk_full", "cancelled"

@@ -215,10 +215,10 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def pack(files: Mapping[str, bytes]) -> bytes:
     """An archive of these files, in this order, and their sums."""
-    sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items())
+    sums = write_sums({name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, content in {**files, SUMS: sums.encode()}.items():
+        for name, content in {**files, SUMS: sums}.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
@@ -236,7 +236,7 @@ def unpack(content: bytes | IO[bytes], where: str) -> dict[str, bytes]:
         raise CorruptCheckpoint(f"{where} is no checkpoint archive: {error}") from error
     if SUMS not in files:
         raise CorruptCheckpoint(f"{where} is no checkpoint archive: it holds no {SUMS}; it may be cut short")
-    expected = _parse_sums(files.pop(SUMS), where)
+    expected = parse_sums(files.pop(SUMS), where)
     if set(expected) != set(files):
         raise CorruptCheckpoint(f"{where} holds {sorted(files)}, but its {SUMS} names {sorted(expected)}")
     for name, held in files.items():
@@ -247,12 +247,24 @@ def unpack(content: bytes | IO[bytes], where: str) -> dict[str, bytes]:
     return files
 
 
-def _parse_sums(content: bytes, where: str) -> dict[str, str]:
+def write_sums(digests: Mapping[str, str]) -> bytes:
+    """What `sha256sum --check` reads, of digests by name."""
+    return "".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode()
+
+
+def parse_sums(content: bytes, where: str) -> dict[str, str]:
+    """What write_sums was given. Raises CorruptCheckpoint."""
     try:
         pairs = [line.split("  ", 1) for line in content.decode().splitlines()]
         return {name: digest for digest, name in pairs}
     except ValueError as error:
         raise CorruptCheckpoint(f"{SUMS} in {where} cannot be read: {error}") from error
+
+
+def sha256_of(path: Path) -> str:
+    """Of a whole file. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync_directory(path: Path) -> None:
