@@ -27,7 +27,7 @@ from rich.console import Console
 
 from service.client import FraternalClient
 from service.errors import INTERRUPTED
-from service.launcher import DRIVER_ENVIRONMENT
+from service.launcher import DRIVER_ENVIRONMENT, OWN_RAY
 from service.running import Interrupted, Signals, running_service
 
 TRIALS = 20
@@ -149,7 +149,7 @@ def of_bare_tune(text: Path) -> Overhead:
     began = time.time()
     ended = subprocess.run(
         [sys.executable, "-c", BARE, json.dumps(given)],
-        env={**os.environ, **DRIVER_ENVIRONMENT, "RAY_AUTH_TOKEN": "0" * 64},
+        env={**os.environ, **DRIVER_ENVIRONMENT, **OWN_RAY, "RAY_AUTH_TOKEN": "0" * 64},
         capture_output=True,
         text=True,
         check=False,

@@ -48,6 +48,7 @@ def main(sweep_id: str, generation: int, scratch: Path, settings: Settings) -> i
             data_dir=settings.data_dir,
             scratch=scratch,
             end=partial(write_down, records, sweep_id, generation, ledger),
+            ray_address=settings.ray_address,
         )
     except Fenced:
         return EXIT_FENCED

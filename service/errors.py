@@ -17,6 +17,14 @@ class ServiceError(Exception):
     """When to ask again, where that helps."""
 
 
+class ClusterAway(ServiceError):
+    """The Ray cluster does not answer, and nothing is known of what it has."""
+
+    status = 503
+    code = "cluster_away"
+    retry_after_s = 10
+
+
 class SweepNotFound(ServiceError):
     """There is no such sweep."""
 

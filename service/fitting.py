@@ -41,7 +41,7 @@ CHANGING_SIZE = {"tied", "averaging", "windows", "recompute", "regularizer", "el
 
 def slots(spec: SweepSpec, capacity: Capacity) -> int:
     """How many trials run at once."""
-    room = spec.resources.room(capacity.cpus, capacity.gpus)
+    room = capacity.room(spec.resources)
     return min(room, spec.resources.max_concurrent or room, spec.budget.trials)
 
 

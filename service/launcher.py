@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import logging
 import math
 import os
@@ -12,8 +13,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -25,20 +27,28 @@ import psutil
 from anyio import fail_after, run_process
 from sqlalchemy.engine import make_url
 
+from service.errors import ClusterAway
 from service.settings import Settings
 from trials.cpus import usable_cpus
 from trials.memory import total_bytes
+from trials.shares import Node, room_on
+from trials.spec import Resources
 from trials.steps import PROBE, PROBE_ORDER, Probe, ProbeOrder
 from trials.store import CheckpointStore
 
 log = logging.getLogger(__name__)
 
+CLUSTER_S, CLUSTER_KNOWN_S = 30.0, 30.0
+"""For a Ray cluster to say what it has, and how long that is taken to be so."""
 PROBE_S = 180.0
 """For a probe, with all that it loads, and a corpus that is downloaded first."""
-DRIVER_ENVIRONMENT = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every listener of a local Ray on 127.0.0.1
-    "RAY_USAGE_STATS_ENABLED": "0",
+OWN_RAY = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every listener on 127.0.0.1
     "RAY_AUTH_MODE": "token",
+}
+"""For a driver whose Ray nobody else is to reach; that of a cluster is as the service's environment says."""
+DRIVER_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the study remembers, not Tune's folder
     "TUNE_GLOBAL_CHECKPOINT_S": "inf",  # nor its state, all of it every ten seconds
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a worker removes what Tune made for it to stand in
@@ -76,7 +86,7 @@ SECONDS_OF_EXEC = 0.05
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the machine has for trials."""
+    """What the machine, or each of them at most, has for trials."""
 
     cpus: float
     gpus: float
@@ -84,6 +94,15 @@ class Capacity:
     """Whether they compute in bfloat16, as models.precision finds it."""
     memory_bytes: float = math.inf
     """Of the machine, or of the control group that this process is in; not of its GPUs."""
+    grows: bool = False
+    """Whether machines may come that have more than is said here."""
+    nodes: tuple[Node, ...] = ()
+    """Where there are several machines, all of them; what is said above is then the most that one of them
+    has, as far as that is seen from here."""
+
+    def room(self, resources: Resources) -> int:
+        """How many trials run at once, where nothing else does; at least one."""
+        return max(1, room_on(resources, self.nodes or (Node(self.cpus, self.gpus),)))
 
 
 def local_capacity() -> Capacity:
@@ -96,12 +115,24 @@ def local_capacity() -> Capacity:
     )
 
 
+def capacity_of(nodes: Sequence[Node], *, grows: bool = False) -> Capacity:
+    """Of a cluster. Its workers look at their memory, and at what their processors can do, themselves."""
+    return Capacity(
+        cpus=max((node.cpus for node in nodes), default=0.0),
+        gpus=max((node.gpus for node in nodes), default=0.0),
+        cpus_have_bf16=True,
+        grows=grows,
+        nodes=tuple(nodes),
+    )
+
+
 class ProbeFailed(Exception):
     """Nothing could be measured; the message says why."""
 
 
 class Launcher(Protocol):
-    def capacity(self) -> Capacity: ...
+    def capacity(self) -> Capacity:
+        """Raises ClusterAway where nothing is known of it."""
 
     async def probe(self, order: ProbeOrder) -> Probe:
         """Time training on what trials run on. Cancelled, it leaves nothing behind. Raises ProbeFailed."""
@@ -128,6 +159,55 @@ class Launcher(Protocol):
         """The driver's last words, for people; no NUL, which PostgreSQL would refuse."""
 
 
+class Cluster:
+    """A Ray cluster as a service sees it, by asking in a process of its own: the service loads no ray."""
+
+    def __init__(self, address: str, *, grows: bool) -> None:
+        self._address, self._grows = address, grows
+        self._lock = threading.Lock()
+        self._known: Capacity | None = None
+        self._asked_at = -math.inf
+
+    def capacity(self) -> Capacity:
+        """As of half a minute ago at most, or of its last answer. Raises ClusterAway where there was none."""
+        with self._lock:
+            if time.monotonic() - self._asked_at > CLUSTER_KNOWN_S:
+                try:
+                    self._known = capacity_of(self._ask(), grows=self._grows)
+                    self._asked_at = time.monotonic()
+                except ClusterAway as error:
+                    if self._known is None:
+                        raise
+                    log.warning("%s; what it had before is taken to be there", error)
+            assert self._known is not None
+            return self._known
+
+    def _ask(self) -> list[Node]:
+        command = [sys.executable, "-P", "-m", "trials.cluster", self._address]
+        try:
+            asked = subprocess.run(
+                command,
+                env=inherited_environment(),
+                capture_output=True,
+                text=True,
+                timeout=CLUSTER_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ClusterAway(
+                f"the Ray cluster at {self._address} has not answered in {CLUSTER_S:g} s"
+            ) from error
+        if asked.returncode:
+            words = asked.stderr.strip().rpartition("\n")[2].partition("ClusterAway: ")[2]
+            raise ClusterAway(
+                words or f"the Ray cluster at {self._address} could not be asked: {asked.stderr[-300:]}"
+            )
+        return [
+            Node(node["cpus"], node["gpus"], tuple(node["labels"].items()))
+            for node in json.loads(asked.stdout)
+        ]
+
+
 def inherited_environment() -> dict[str, str]:
     """What processes of the service take over from it."""
     return {name: value for name, value in os.environ.items() if name not in NO_DRIVERS_BUSINESS}
@@ -144,12 +224,16 @@ class LocalLauncher:
         self._data_dir = settings.data_dir.resolve()
         self._owner = owner_of(settings)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
+        address = settings.ray_address
+        self._cluster = Cluster(address, grows=settings.ray_grows) if address else None
 
     def capacity(self) -> Capacity:
-        return local_capacity()
+        return local_capacity() if self._cluster is None else self._cluster.capacity()
 
     async def probe(self, order: ProbeOrder) -> Probe:
         """In a process of its own, with what a worker's has in its environment."""
+        if self._cluster is not None:
+            raise ProbeFailed("trials run on the nodes of a Ray cluster, which are not timed in advance")
         environment = {**inherited_environment(), **DRIVER_ENVIRONMENT}
         environment.pop("FRATERNAL_DATABASE_URL", None)  # which may have a password
         command = [sys.executable, "-P", "-m", "trials.probe", str(self._data_dir)]
@@ -200,11 +284,16 @@ class LocalLauncher:
             "FRATERNAL_DATA_DIR": str(self._data_dir),
             "FRATERNAL_DATABASE_URL": self._settings.resolved_database_url,
             "FRATERNAL_STORE_URL": self._settings.resolved_store_url,
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray would leave one in the user's home
+            "FRATERNAL_RAY_ADDRESS": self._settings.ray_address or "",
         }
+        own = {
+            **OWN_RAY,
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }  # or Ray would leave one in the user's home
         return {
             **inherited_environment(),
             **DRIVER_ENVIRONMENT,
+            **({} if self._settings.ray_address else own),
             **settings,
             MARK: sweep_id,
             OWNER: self._owner,

@@ -69,6 +69,8 @@ def _of_spec(*path: str) -> ColumnElement[Any]:
     return case((_holds_json(sweeps.c.spec), sweeps.c.spec[path].as_string()))
 
 
+RESOURCES = _of_spec("resources")
+"""As JSON."""
 ORDERS: Mapping[str, ColumnElement[Any]] = {
     "created_at": sweeps.c.position,
     "state_since": sweeps.c.state_since,

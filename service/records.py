@@ -1,7 +1,7 @@
 """Sweeps, their epochs and events as rows; and what a driver may write, fenced by its generation."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -46,12 +46,13 @@ from service.lifecycle import (
     legal_requests,
     legal_words,
 )
-from service.listing import ORDERS, marks_of_sweeps, page_of_sweeps
+from service.listing import ORDERS, RESOURCES, marks_of_sweeps, page_of_sweeps
 from service.pages import SweepQuery
 from service.tables import epochs, events, leases, points, sweeps, totals, trial_wishes, verifications
 from trials.ledger import Fenced, JournalAway, Orders, untold
 from trials.perplexity import finite_perplexity
-from trials.spec import Budget, SweepSpec
+from trials.shares import Claim
+from trials.spec import Budget, Resources, SweepSpec
 from trials.verification import Outcome, Verification
 
 LEASE = timedelta(seconds=20)
@@ -303,6 +304,7 @@ class Records:
             "lease_until": naive(now() + FIRST_LEASE),
             "started_at": naive(record.started_at or now()),
             "driver": None,
+            "wants": None,
             "fruitless_launches": fruitless,
             "epochs_at_launch": epochs_done,
         }
@@ -559,6 +561,14 @@ class SweepJournal:
             pinned=frozenset(wish.number for wish in wishes if wish.pinned),
         )
 
+    def claims(self, wants: int) -> list[Claim]:
+        mine = (sweeps.c.id == self._sweep_id) & sweeps.c.wants.is_distinct_from(wants)
+        with self._reaching() as connection:
+            if connection.execute(select(sweeps.c.id).where(mine)).one_or_none() is not None:
+                self._renew(connection)
+                connection.execute(update(sweeps).where(mine).values(wants=wants))
+            return list(_claims(connection.execute(_CLAIMS)))
+
     def record_epoch(self, number: int, attempt: int, epoch: Mapping[str, Any]) -> None:
         key = {"sweep_id": self._sweep_id, "number": number, "epoch": epoch["epoch"]}
         values = {name: value for name, value in epoch.items() if name in epochs.c}
@@ -658,6 +668,24 @@ def _renew(connection: Connection, sweep_id: str, generation: int) -> Orders:
     state, budget, resources, ran_s, since = renewed
     most = resources.get("max_concurrent")
     return Orders(state, _budget(to_json(budget)), _running_s(ran_s, aware(since)), most)
+
+
+_CLAIMS = select(sweeps.c.id, ORDERS["priority"], sweeps.c.position, RESOURCES, sweeps.c.wants).where(
+    sweeps.c.state.in_(("running", "stopping"))
+)
+"""One that pauses frees what it has."""
+
+
+def _claims(rows: Iterable[Any]) -> Iterator[Claim]:
+    """Of the sweeps that can be read: one that is damaged keeps no other from its share."""
+    for row in rows:
+        with suppress(ValueError):
+            yield Claim(row[0], row[1], row[2], _resources(row[3]), row[4])
+
+
+@lru_cache(maxsize=256)
+def _resources(written: str | None) -> Resources:
+    return Resources.model_validate_json(written or "null")
 
 
 def _told_of(number: int, attempt: int, epoch: Mapping[str, Any]) -> dict[str, Any]:
@@ -866,7 +894,7 @@ def _illegal(sweep_id: str, verb: Verb, state: State) -> IllegalMove:
 
 
 def _record(row: RowMapping) -> SweepRecord:
-    values = {name: value for name, value in row.items() if name not in {"position", "spec", "key"}}
+    values = {name: value for name, value in row.items() if name not in {"position", "spec", "key", "wants"}}
     for name in ("state_since", "lease_until", "created_at", "started_at", "finished_at", "running_since"):
         values[name] = aware(values[name])
     return SweepRecord(**values, written_spec=row["spec"])

@@ -4,6 +4,7 @@ from typing import Literal
 
 from service.errors import Problem
 from service.launcher import Capacity
+from trials.shares import Node, matches, room_on
 from trials.spec import Resources, SweepSpec
 
 MOST_THREADS = 2
@@ -28,18 +29,28 @@ def choose(trials: int, capacity: Capacity) -> Resources:
     """
     if capacity.gpus >= 1:
         return Resources(gpus=1)
-    return Resources(cpus=max(1, min(MOST_THREADS, int(capacity.cpus) // trials)))
+    together = sum(node.cpus for node in capacity.nodes) or capacity.cpus
+    return Resources(cpus=max(1, min(MOST_THREADS, int(capacity.cpus), int(together) // trials)))
 
 
 def problems_with(spec: SweepSpec, capacity: Capacity) -> list[Problem]:
     """Why its trials could not run here."""
-    return [*_too_much(spec.resources, capacity), *_unsupported_precisions(spec, capacity)]
+    too_much = [] if capacity.grows else _too_much(spec.resources, capacity)
+    return [*too_much, *_unsupported_precisions(spec, capacity)]
 
 
 def _too_much(resources: Resources, capacity: Capacity) -> list[Problem]:
     asked = {"cpus": resources.cpus, "gpus": resources.gpus}
-    there = {"cpus": capacity.cpus, "gpus": capacity.gpus}
-    return [
+    nodes = capacity.nodes or (Node(capacity.cpus, capacity.gpus),)
+    if not any(matches(resources.labels, node.labels) for node in nodes):
+        selected = ", ".join(f"{name}={value}" for name, value in resources.labels.items())
+        words = f"no machine here is labelled {selected}: see `ray list nodes`, or leave labels out"
+        return [Problem("/resources/labels", "resources_infeasible", words)]
+    there = {
+        "cpus": max(node.cpus for node in nodes if matches(resources.labels, node.labels)),
+        "gpus": max(node.gpus for node in nodes if matches(resources.labels, node.labels)),
+    }
+    problems = [
         Problem(
             f"/resources/{kind}",
             "resources_infeasible",
@@ -49,6 +60,13 @@ def _too_much(resources: Resources, capacity: Capacity) -> list[Problem]:
         for kind in asked
         if asked[kind] > there[kind]
     ]
+    if not problems and not room_on(resources, nodes):
+        words = (
+            f"a trial asks for {resources.cpus:g} cpus and {resources.gpus:g} gpus, but no machine has both: "
+            "ask for fewer cpus"
+        )
+        problems.append(Problem("/resources/cpus", "resources_infeasible", words))
+    return problems
 
 
 def _unsupported_precisions(spec: SweepSpec, capacity: Capacity) -> list[Problem]:

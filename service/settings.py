@@ -43,8 +43,12 @@ class Settings(BaseSettings):
     random characters or more; another one at a later start takes its place."""
     store_url: str | None = None
     """fsspec URL of the checkpoint store; default: `checkpoints` in the data directory."""
+    ray_address: str | None = None
+    """`host:port` of a Ray cluster whose nodes run the trials; default: this machine, by its own Ray."""
+    ray_grows: bool = False
+    """Whether that cluster adds nodes by itself: nothing is refused then for what it does not have now."""
     running_sweeps: int = Field(default=1, ge=1)
-    """Sweeps that run at once; the others wait in the order in which they came."""
+    """Sweeps that run at once, and share the machines by priority; the others wait."""
     stop_drivers: bool = False
     """Whether the service, when it stops, also stops the drivers that it started; by default they go on."""
     max_streams: int = Field(default=2000, ge=0)
@@ -79,6 +83,19 @@ class Settings(BaseSettings):
         if folder is None:
             return init_settings, env_settings
         return init_settings, env_settings, SecretsSettingsSource(settings_cls, folder)
+
+    @field_validator("ray_address")
+    @classmethod
+    def _host_and_port(cls, address: str | None) -> str | None:
+        if address is None or not address:
+            return None
+        host, _, port = address.rpartition(":")
+        if not host or "/" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65_536:
+            raise ValueError(
+                f"{address!r} is no address of a Ray cluster's head: one is ray-head:6379, as `ray start "
+                "--head` says it"
+            )
+        return address
 
     @field_validator("admin_token")
     @classmethod

@@ -1,7 +1,7 @@
 """What the core is given, in memory: a journal, a launcher, a worker, and a way to crash."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from service.launcher import Capacity
 from trials.ledger import Fenced, Orders, StudyLedger
+from trials.shares import Claim
 from trials.spec import Budget, SweepSpec
 from trials.steps import Probe, ProbeOrder, Timed, operations
 from trials.store import CheckpointStore
@@ -109,11 +110,19 @@ class MemoryJournal:
         """That no draw has yet."""
         self.points_of_draws: dict[int, dict[str, Any]] = {}
         self.verified: dict[int, Verification] = {}
+        self.wants = 0
+        self.others: list[Claim] = []
+        """What running sweeps say, its own too."""
 
     def beat(self) -> Orders:
         if self.fenced:
             raise Fenced("another driver has this sweep")
         return self.orders
+
+    def claims(self, wants: int) -> Sequence[Claim]:
+        self.beat()
+        self.wants = wants
+        return self.others
 
     def ask_to_pause(self, reason: str) -> None:
         self.beat()

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from optuna.storages import InMemoryStorage
 
@@ -20,16 +19,16 @@ import trials.driver
 from models.precision import UnsupportedPrecision
 from service.database import migrate, open_engine
 from service.drive import main
-from service.launcher import DRIVER_ENVIRONMENT, findable
+from service.launcher import DRIVER_ENVIRONMENT, OWN_RAY, findable
 from service.records import Records
 from service.settings import Settings
 from service.studies import open_storage
 from tests.fakes import MemoryJournal, open_ledger, report, spec, verified
 from trials.cpus import usable_cpus
-from trials.driver import EXIT_UNSETTLED, PauseSwitch, _ray_has_died, _Watch, drive, require_gpu, room_for
+from trials.driver import EXIT_UNSETTLED, PauseSwitch, _ray_has_died, _Watch, drive, require_gpu
 from trials.ledger import JournalAway, Orders, StudyLedger
 from trials.search import StudySearch
-from trials.spec import Resources, SweepSpec
+from trials.spec import SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import open_study
 from trials.verification import Check, InFreshProcess, Verification, Verifier
@@ -81,25 +80,6 @@ def test_a_driver_of_which_nobody_took_note_says_itself_where_it_is(tmp_path: Pa
     assert [left.id for left in records.list_left_behind()] == ["s1"]
     records.engine.dispose()
     storage.engine.dispose()
-
-
-@pytest.mark.parametrize(
-    ("cluster", "resources", "room"),
-    [
-        ({"CPU": 4}, Resources(), 4),
-        ({"CPU": 4}, Resources(cpus=1.5), 2),
-        ({"CPU": 16, "GPU": 2}, Resources(gpus=1), 2),
-        ({"CPU": 16, "GPU": 2}, Resources(gpus=0.25), 8),
-        ({"CPU": 16, "GPU": 2}, Resources(gpus=0.6), 2),
-        ({"CPU": 3, "GPU": 2}, Resources(gpus=0.25), 3),
-        ({"CPU": 1}, Resources(cpus=2), 1),
-    ],
-)
-def test_there_is_room_for_whole_trials_each_on_one_gpu(
-    cluster: dict[str, float], resources: Resources, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
-    assert room_for(resources) == room
 
 
 def test_a_driver_loads_no_torch() -> None:
@@ -362,6 +342,6 @@ def test_ray_has_the_cpus_that_the_service_tells_of(tmp_path: Path) -> None:
     """By itself it would take all of the machine's, though only one may be used."""
     with tempfile.TemporaryDirectory(prefix="ray-") as scratch:  # Ray's sockets want a short path
         command = [sys.executable, "-c", CPUS_OF_RAY, scratch]
-        env = {**os.environ, **DRIVER_ENVIRONMENT, "RAY_AUTH_TOKEN": "0" * 64}
+        env = {**os.environ, **DRIVER_ENVIRONMENT, **OWN_RAY, "RAY_AUTH_TOKEN": "0" * 64}
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.stdout.split() == ["1", "1.0"], done.stderr

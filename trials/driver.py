@@ -6,30 +6,34 @@ Crash-only: nothing here needs to happen before the process dies. A new driver f
 and in the checkpoint store; whatever this one leaves in Tune's folder is never read.
 """
 
+import itertools
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import psutil
 import ray
 from ray import tune
-from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tuner
+from ray.tune import CheckpointConfig, FailureConfig, PlacementGroupFactory, RunConfig, TuneConfig, Tuner
 from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
 
 from models.config import Precision
+from trials import cluster
 from trials.cpus import usable_cpus
 from trials.ledger import Fenced, Journal, StudyLedger
-from trials.search import LedgerScheduler, NoProgress, StudySearch
+from trials.search import LedgerScheduler, NoProgress, StudySearch, end_here
+from trials.shares import as_ray_reads
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.trainable import LanguageModelTrial
 from trials.verification import InFreshProcess, Verifier
+from trials.version import own_version
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ EXIT_FENCED = 0
 STORES_SECRETS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"}
 EXIT_RAY_DIED = 75  # EX_TEMPFAIL: start another driver
 EXIT_UNSETTLED = EXIT_RAY_DIED
+MOST_WORKERS = 10_000
+"""Of one sweep, at once: more than there will be machines."""
 
 
 def drive(
@@ -49,34 +55,49 @@ def drive(
     data_dir: Path,
     scratch: Path,
     end: Callable[[], None],
+    ray_address: str | None = None,
 ) -> None:
     """Run the ledger's tasks until none is left, or the sweep is paused or at a limit; then call `end`.
 
-    `end` writes down how the sweep stands; `scratch` may be deleted afterwards. Raises RuntimeError, or
-    UnsupportedPrecision, where the GPUs are not what the sweep asks for.
+    `end` writes down how the sweep stands; `scratch` may be deleted afterwards. The trials run on the nodes
+    of the Ray cluster at `ray_address`, which is waited for, or else on this machine. Raises RuntimeError,
+    or UnsupportedPrecision, where this machine's GPUs are not what the sweep asks for.
     """
     name = f"{os.getpid()}-{secrets.token_hex(4)}"
     corpora = scratch / "corpora"
+    in_cluster = ray_address is not None
     shared = {
         "store_url": store_url,
-        "data_dir": str(data_dir),
+        "data_dir": None if in_cluster else str(data_dir),
         "cpus": spec.resources.cpus,
-        "scratch": str(corpora),
+        "scratch": None if in_cluster else str(corpora),
         "driver": name,
+        "version": own_version(),
     }
-    search = StudySearch(ledger, shared)
-    pause = PauseSwitch(CheckpointStore(store_url), ledger.sweep_id, name)
+    store = CheckpointStore(store_url)
+    search = StudySearch(
+        ledger, shared, cluster.end_process if in_cluster else end_here, waits_for_nodes=in_cluster
+    )
+    pause = PauseSwitch(store, ledger.sweep_id, name)
     fresh = InFreshProcess(store_url, data_dir, corpora)
     verifier = Verifier(ledger, fresh, fresh.prepare)
-    watch = _Watch(ledger, journal, search, pause, verifier, end)
+    if in_cluster:
+        verifier = Verifier(ledger, cluster.OnANode(store_url, spec.resources))
+    watch = _Watch(ledger, journal, search, pause, verifier, end, in_cluster=in_cluster)
     watch.start()
     try:
         if not ledger.exhausted:
-            if spec.resources.gpus:
-                require_gpu(spec)
-            start_ray(scratch)
+            if ray_address is None:
+                if spec.resources.gpus:
+                    require_gpu(spec)
+                start_ray(scratch)
+            else:
+                store.announce(ledger.sweep_id, name)
+                _join_patiently(ray_address, scratch, ledger, watch)
+        if not ledger.exhausted:
             watch.ray_is_up.set()
-            verifier.start()
+            if not (in_cluster and spec.resources.gpus):  # whose share of a GPU would have to be waited for
+                verifier.start()
             _run(ledger, search, spec.resources, scratch)
         watch.leave_ray_alone()
         if ledger.limit is not None:
@@ -86,6 +107,8 @@ def drive(
         watch.end()
         fresh.close()
     pause.set_to(False)
+    if in_cluster:
+        store.withdraw(ledger.sweep_id, name)
     end()
     ray.shutdown()
 
@@ -105,25 +128,51 @@ class PauseSwitch:
         self._is_on = on
 
 
+def _join_patiently(address: str, scratch: Path, ledger: StudyLedger, watch: "_Watch") -> None:
+    """Wait for the cluster as long as there is something to run."""
+    pauses = itertools.chain((0.5, 1.0, 2.0, 4.0), itertools.repeat(8.0))
+    while not ledger.exhausted:
+        try:
+            cluster.join(address, scratch)
+        except cluster.ClusterAway as error:
+            log.warning("%s; asking again", error)
+            time.sleep(next(pauses))
+        else:
+            return
+
+
 def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch: Path) -> None:
     # Workers inherit them; Tune would hand them over as a runtime environment, which Ray writes into a log.
     ENV_VARS_TO_PROPAGATE.difference_update(STORES_SECRETS)
-    room = room_for(resources)
-    tuner = Tuner(
-        tune.with_resources(LanguageModelTrial, {"cpu": resources.cpus, "gpu": resources.gpus}),
+    for turn in itertools.count():
+        ledger.share(cluster.joined_nodes())
+        if ledger.exhausted:
+            return
+        if ledger.is_full:  # others have all that there is
+            time.sleep(1.0)
+        else:
+            _tuner(ledger, search, resources, scratch, turn).fit()
+
+
+def _tuner(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch: Path, turn: int) -> Tuner:
+    bundle = {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.gpus else {})
+    labels = as_ray_reads(resources.labels)
+    selector: dict[str, Any] = {"bundle_label_selector": [labels]} if labels else {}
+    return Tuner(
+        tune.with_resources(LanguageModelTrial, PlacementGroupFactory([bundle], **selector)),
         tune_config=TuneConfig(
             num_samples=-1,  # the ledger knows when to end
             # Tune starts as many workers at once; else one after another, and a short trial's end would have
             # it take the worker that is there, and throw away the one that is being started. How many of them
             # may work is the ledger's, which hears of changes.
-            max_concurrent_trials=room,
+            max_concurrent_trials=MOST_WORKERS,
             search_alg=search,
             scheduler=LedgerScheduler(ledger, search),
             reuse_actors=True,
             trial_dirname_creator=lambda trial: str(trial.trial_id),  # by default it is a task, spelt out
         ),
         run_config=RunConfig(
-            name="tune",
+            name=f"tune-{turn}",
             storage_path=str(scratch),
             failure_config=FailureConfig(max_failures=0),  # the ledger owns retries
             checkpoint_config=CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
@@ -131,7 +180,6 @@ def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch
             verbose=0,
         ),
     )
-    tuner.fit()
 
 
 def require_gpu(spec: SweepSpec) -> None:
@@ -161,12 +209,6 @@ def start_ray(scratch: Path) -> None:
     )
 
 
-def room_for(resources: Resources) -> int:
-    """How many trials the cluster has room for; at least one, so that a cluster that grows later is used."""
-    cluster: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return resources.room(cluster.get("CPU", 0), cluster.get("GPU", 0))
-
-
 class _Watch(threading.Thread):
     """Renews the lease, and does what Tune, which has the main thread, would not notice in time.
 
@@ -183,8 +225,12 @@ class _Watch(threading.Thread):
         pause: PauseSwitch,
         verifier: Verifier,
         write_down: Callable[[], None],
+        *,
+        in_cluster: bool = False,
     ) -> None:
         super().__init__(name="watch", daemon=True)
+        self._own = ("raylet",) if in_cluster else ("raylet", "gcs_server")
+        """Of Ray's processes, those that are children of this one, or theirs."""
         self._ledger, self._journal, self._search = ledger, journal, search
         self._pause, self._verifier, self._write_down = pause, verifier, write_down
         self.ray_is_up = threading.Event()
@@ -210,7 +256,7 @@ class _Watch(threading.Thread):
         pause_s = BEAT_S
         while not self._done.wait(pause_s):
             pause_s = BEAT_S
-            if _ray_has_died(self.ray_is_up.is_set()) and not self._ray_may_go.is_set():
+            if _ray_has_died(self.ray_is_up.is_set(), self._own) and not self._ray_may_go.is_set():
                 leave(EXIT_RAY_DIED)
             try:
                 self._look()
@@ -250,6 +296,8 @@ class _Watch(threading.Thread):
                 self._write_down()
                 leave(0)
             return
+        if self.ray_is_up.is_set() and not self._ray_may_go.is_set():
+            self._ledger.share(cluster.joined_nodes())
         self._pause.set_to(orders.state == "pausing")
         self._search.end_stopped()
         if not self._search.end_hung():
@@ -264,10 +312,10 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _ray_has_died(is_up: bool) -> bool:
+def _ray_has_died(is_up: bool, own: Sequence[str] = ("raylet", "gcs_server")) -> bool:
     """Whether one of its processes has; before it is up, they need not have been started yet."""
-    found = dict(filter(None, map(_name_and_status, psutil.Process().children())))
-    ours = [found.get(name) for name in ("raylet", "gcs_server")]
+    found = dict(filter(None, map(_name_and_status, psutil.Process().children(recursive=True))))
+    ours = [found.get(name) for name in own]
     return psutil.STATUS_ZOMBIE in ours or (is_up and None in ours)
 
 

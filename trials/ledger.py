@@ -22,6 +22,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from trials.perplexity import finite_perplexity, perplexity
 from trials.pruners import intermediate_epochs, rungs_of
 from trials.samplers import suggest
+from trials.shares import Claim, Node, shares
 from trials.spec import Budget, FailureClass, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import ENDED_FROM_OUTSIDE, ENDED_WELL, open_study, set_failure
@@ -78,6 +79,9 @@ class Journal(Protocol):
 
     def record_event(self, kind: str, **detail: Any) -> None:
         """Add to the sweep's story; what becomes of a trial's attempt is told once, however often said."""
+
+    def claims(self, wants: int) -> Sequence[Claim]:
+        """Say how many trials this sweep could run at once, and hear what all that run say, this one too."""
 
     def ends_told(self) -> set[tuple[int, int | None]]:
         """Trials whose ends the story tells of, as (number, attempt); an earlier version wrote no attempt."""
@@ -172,6 +176,8 @@ class StudyLedger:
         """On the monotonic clock, when it last waited for the database: until then reports went unread."""
         self.limit: Limit | None = None
         """Of the budget, that the sweep has reached."""
+        self._share: int | None = None
+        """Of the machines: trials that may run at once; None where nobody has counted them."""
         self._adopt_new_rows()
         self._tell_of_ends()
         self._look_for_limits()
@@ -225,9 +231,29 @@ class StudyLedger:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many trials run as may, as of the latest beat."""
-        most = self._orders.max_concurrent
-        return most is not None and len(self._trials) - len(self._waiting) >= most
+        """Whether as many trials run as may, as of the latest beat and share."""
+        return any(
+            most is not None and self._running >= most for most in (self._share, self._orders.max_concurrent)
+        )
+
+    @property
+    def _running(self) -> int:
+        return len(self._trials) - len(self._waiting)
+
+    @_patient
+    def share(self, nodes: Sequence[Node]) -> None:
+        """Take no more of these machines than is left by those that run beside this sweep.
+
+        Where that is less than it has, a trial is parked, with its state, when it reports.
+        """
+        remaining = self._orders.budget.trials - self._created if self._orders.state == "running" else 0
+        wants = len(self._trials) + max(0, remaining)
+        claims = self._journal.claims(wants)
+        if all(
+            claim.sweep_id != self.sweep_id for claim in claims
+        ):  # it pauses, and ends no trial for others
+            claims = [*claims, Claim(self.sweep_id, 0, 0, self._spec.resources, wants)]
+        self._share = shares(nodes, claims)[self.sweep_id]
 
     @property
     def _device(self) -> str:
@@ -390,10 +416,14 @@ class StudyLedger:
         if self.is_to_stop(task.number):
             self._stop(trial)
             return False
-        if self._orders.state == "pausing":
+        if self._orders.state == "pausing" or self._has_too_many:
             self._park(task)
             return False
         return True
+
+    @property
+    def _has_too_many(self) -> bool:
+        return self._share is not None and self._running > self._share
 
     def _is_pruned(self, trial: Trial, epoch: int) -> bool:
         # Elsewhere the pruner would still see the latest rung. What was decided there is decided: against the

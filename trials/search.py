@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from ray.air.execution import PlacementGroupResourceManager
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
 from ray.tune.progress_reporter import TrialProgressCallback
@@ -17,22 +18,44 @@ from ray.tune.search import Searcher
 from trials.ledger import StudyLedger
 from trials.tasks import Report, Task
 
+ASK_ANEW_S = 5.0
+"""For a placement group to be placed where there is room, which takes milliseconds."""
 LONG_START_S = 300.0
 """For a worker's process to come to its first report, however soon a silent one is taken for hung."""
+
+
+def end_here(node_id: str, pid: int) -> None:
+    """Kill a process of this machine, the only node."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 class StudySearch(Searcher):
     """Suggests the ledger's tasks, and tells it of lost workers."""
 
-    def __init__(self, ledger: StudyLedger, shared: dict[str, Any]) -> None:
-        """`shared` goes to the workers with every task."""
+    def __init__(
+        self,
+        ledger: StudyLedger,
+        shared: dict[str, Any],
+        end_process: Callable[[str, int], None] = end_here,
+        *,
+        waits_for_nodes: bool = False,
+    ) -> None:
+        """`shared` goes to the workers with every task; `end_process` kills one of theirs, by its node and
+        id.
+
+        `waits_for_nodes`: a worker may have to wait for a machine until it starts, and does not hang then.
+        """
         super().__init__()
         self._ledger = ledger
         self._shared = shared
+        self._end_process = end_process
+        self._waits_for_nodes = waits_for_nodes
         self.tasks: dict[str, Task] = {}
         """Open tasks by Tune's trial id."""
-        self._heard: dict[str, tuple[float, int | None]] = {}
-        """When an attempt last reported, or began, on the monotonic clock; its process's id, once known."""
+        self._heard: dict[str, tuple[float, tuple[str, int] | None]] = {}
+        """When an attempt last reported, or began, on the monotonic clock; its process's node and id, once
+        known."""
         self._asking_since: float | None = None
         """On the monotonic clock, where the ledger is being asked for a task."""
         self._hung: set[str] = set()
@@ -40,14 +63,14 @@ class StudySearch(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         """The next task, None to be asked again, or FINISHED, which Tune's own annotation forgets."""
-        if self._ledger.is_full:  # it is asked many times a second: not the database, too
-            return None
-        task = self._next_task()
+        # It is asked many times a second: not the database, too.
+        task = None if self._ledger.is_full else self._next_task()
         if task is not None:
             self.tasks[trial_id] = task
             self._heard[trial_id] = time.monotonic(), None
             return {"task": task, **self._shared}
         # While a trial runs it may still come back; once none does, saying None would spin Tune for ever.
+        # Where there is no room for any, the driver begins anew once there is.
         return None if self.tasks else Searcher.FINISHED
 
     def _next_task(self) -> Task | None:
@@ -57,8 +80,8 @@ class StudySearch(Searcher):
             return self._ledger.next_task()
         finally:
             took = time.monotonic() - began
-            for trial_id, (at, pid) in list(self._heard.items()):
-                self._heard[trial_id] = at + took, pid
+            for trial_id, (at, process) in list(self._heard.items()):
+                self._heard[trial_id] = at + took, process
             self._asking_since = None
 
     def on_trial_complete(
@@ -77,28 +100,27 @@ class StudySearch(Searcher):
         self._hung.discard(trial_id)
         self._ended.discard(trial_id)
 
-    def on_report(self, trial_id: str, pid: int) -> None:
-        self._heard[trial_id] = time.monotonic(), pid
+    def on_report(self, trial_id: str, pid: int, node_id: str = "") -> None:
+        self._heard[trial_id] = time.monotonic(), (node_id, pid)
 
     def end_hung(self) -> bool:
-        """Kill the processes, of this machine, that have not reported for too long.
+        """Kill the processes that have not reported for too long.
 
         False where one cannot be found, since it has never reported: only all of Ray can be ended then.
         """
         asking_since = self._asking_since
         now = time.monotonic() if asking_since is None else asking_since
-        for trial_id, (at, pid) in list(self._heard.items()):
+        for trial_id, (at, process) in list(self._heard.items()):
             task = self.tasks.get(trial_id)
-            if task is None or trial_id in self._hung:
+            if task is None or trial_id in self._hung or (process is None and self._waits_for_nodes):
                 continue
-            patience_s = task.hang_s if pid is not None else max(task.hang_s, LONG_START_S)
+            patience_s = task.hang_s if process is not None else max(task.hang_s, LONG_START_S)
             if now - max(at, self._ledger.waited_at) <= patience_s:
                 continue
-            if pid is None:
+            if process is None:
                 return False
             self._hung.add(trial_id)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            self._end_process(*process)
         return True
 
     def end_stopped(self) -> None:
@@ -111,11 +133,10 @@ class StudySearch(Searcher):
 
     def _end_where(self, is_to_end: Callable[[Task], bool]) -> None:
         for trial_id, task in list(self.tasks.items()):
-            _, pid = self._heard.get(trial_id, (0.0, None))
-            if pid is not None and is_to_end(task) and trial_id not in self._ended:
+            _, process = self._heard.get(trial_id, (0.0, None))
+            if process is not None and is_to_end(task) and trial_id not in self._ended:
                 self._ended.add(trial_id)
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                self._end_process(*process)
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: the study remembers."""
@@ -135,10 +156,23 @@ class LedgerScheduler(FIFOScheduler):
         super().__init__()  # type: ignore[no-untyped-call]  # Ray's
         self._ledger = ledger
         self._search = search
+        self._asked_at = time.monotonic()
+
+    def choose_trial_to_run(self, tune_controller: TuneController) -> Trial | None:
+        """Also let go of workers for which there is no trial: their places are others'. And ask anew for
+        those that have not been placed."""
+        controller: TuneController = getattr(tune_controller, "_tune_controller", tune_controller)
+        if self._ledger.is_full or self._ledger.exhausted:
+            controller._cleanup_cached_actors(force_all=True)
+        if time.monotonic() - self._asked_at > ASK_ANEW_S:
+            self._asked_at = time.monotonic()
+            _ask_anew_for_places(controller)
+        chosen: Trial | None = super().choose_trial_to_run(tune_controller)
+        return chosen
 
     def on_trial_result(self, tune_controller: TuneController, trial: Trial, result: dict[str, Any]) -> str:
         report: Report = result["report"]
-        self._search.on_report(trial.trial_id, result["pid"])
+        self._search.on_report(trial.trial_id, result["pid"], result["node"])
         goes_on = self._ledger.record(self._search.tasks[trial.trial_id], report)
         return TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP
 
@@ -160,6 +194,20 @@ class NoProgress(TrialProgressCallback):
     def on_trial_complete(self, *arguments: Any, **named: Any) -> None: ...
 
     def log_result(self, *arguments: Any, **named: Any) -> None: ...
+
+
+def _ask_anew_for_places(controller: TuneController) -> None:
+    """Replace the placement groups that wait.
+
+    Ray looks at one that fits nowhere again when a node is added, but before it knows that node's labels, and
+    then never more.
+    """
+    places = controller._actor_manager._resource_manager
+    if isinstance(places, PlacementGroupResourceManager):
+        for request, waiting in list(places._request_to_staged_pgs.items()):
+            for _ in range(len(waiting)):
+                places.cancel_resource_request(request)
+                places.request_resources(request)
 
 
 def _forget_finished(controller: TuneController) -> None:

@@ -37,6 +37,12 @@ CLOSED = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Text = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
+_LABEL = "[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+LabelName = Annotated[str, Field(max_length=317, pattern=f"^([a-zA-Z0-9.-]{{1,253}}/)?{_LABEL}$")]
+LabelSelector = Annotated[
+    str, Field(max_length=1000, pattern=rf"^!?{_LABEL}$|^!?in\({_LABEL}(, ?{_LABEL})*\)$")
+]
+"""Both as Ray has them."""
 Scalar = bool | int | FiniteFloat | Text
 Factor = Annotated[FiniteFloat, Field(ge=0, strict=True)]
 Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
@@ -320,14 +326,17 @@ class Resources(Wire):
     gpus: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0
     """A trial runs on one GPU at most; a fraction below 1 lets trials share one."""
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
-    """Trials at once; by default as many as the machine has room for."""
+    """Trials at once; by default as many as there is room for."""
+    labels: Annotated[dict[LabelName, LabelSelector], Field(max_length=20)] = {}
+    """Of the nodes of a Ray cluster on which trials may run, `{"ray.io/accelerator-type": "in(H100, A100)"}`
+    say: a value, `!value`, `in(…)` or `!in(…)`, as in Ray's label selectors; all have to hold."""
 
     def room(self, cpus: float, gpus: float) -> int:
-        """How many trials so many CPUs and GPUs have room for; at least one."""
+        """How many trials one machine with so many CPUs and GPUs has room for."""
         by_cpu = cpus / self.cpus
         # A trial's share is of one GPU: what is left of several makes up no other.
         by_gpu = int(gpus) * int(1 / self.gpus) if self.gpus else by_cpu
-        return max(1, int(min(by_cpu, by_gpu)))
+        return int(min(by_cpu, by_gpu))
 
 
 FailureClass = Literal[

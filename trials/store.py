@@ -47,6 +47,7 @@ class CheckpointStore:
     """`{url}/{sweep}/t00042/last.tar` (to go on with) and `best.tar` (to use), for each trial of a sweep."""
 
     def __init__(self, url: str) -> None:
+        self.url = url
         self._files, self._root = fsspec.core.url_to_fs(url)
 
     def save_last(self, sweep_id: str, number: int, files: Mapping[str, bytes]) -> None:
@@ -89,6 +90,19 @@ class CheckpointStore:
         with suppress(FileNotFoundError):
             self._files.rm_file(self._pause(sweep_id, driver))
 
+    def announce(self, sweep_id: str, driver: str) -> None:
+        """Write down that this is where a driver's workers are to save what they do."""
+        self._write(self._announced(sweep_id, driver), b"")
+
+    def is_announced(self, sweep_id: str, driver: str) -> bool:
+        """Whether that driver sees the same store as who asks, on another machine say."""
+        self._files.invalidate_cache()
+        return bool(self._files.exists(self._announced(sweep_id, driver)))
+
+    def withdraw(self, sweep_id: str, driver: str) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm_file(self._announced(sweep_id, driver))
+
     def remove_sweep(self, sweep_id: str) -> None:
         """All that is kept of a sweep, if anything is."""
         with suppress(FileNotFoundError):
@@ -129,6 +143,9 @@ class CheckpointStore:
         for path in days:
             if path.rstrip("/").rpartition("/")[2] < f"{until:%Y-%m-%d}":
                 self._files.rm(path, recursive=True)
+
+    def _announced(self, sweep_id: str, driver: str) -> str:
+        return f"{self._root}/{sweep_id}/driver-{driver}"
 
     def _pause(self, sweep_id: str, driver: str) -> str:
         return f"{self._root}/{sweep_id}/pause-{driver}"

@@ -3,15 +3,24 @@
 The driver names this class, too, and has no use for torch: so it is loaded where a trial runs.
 """
 
+import os
+import socket
+import tempfile
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import tune
 
 from trials.store import CheckpointStore
-from trials.tasks import Report
+from trials.tasks import Failure, Report
+from trials.version import own_version
+
+ENCODED = "encoded"
+NODE_DIR = "FRATERNAL_NODE_DIR"
+"""Variable of a node: the folder in which its workers keep corpora; by default one for temporary files."""
 
 
 class LanguageModelTrial(tune.Trainable):
@@ -21,6 +30,7 @@ class LanguageModelTrial(tune.Trainable):
         import torch
 
         torch.set_num_threads(max(1, int(config["cpus"])))
+        self._node = ray.get_runtime_context().get_node_id()
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -36,14 +46,39 @@ class LanguageModelTrial(tune.Trainable):
 
         Path(self.logdir).rmdir()  # which Tune has just made, and nobody uses
         task, store = config["task"], CheckpointStore(config["store_url"])
-        self._reports: Generator[Report] = run_attempt(
-            task,
-            store,
-            Path(config["data_dir"]),
-            Path(config["scratch"]),
-            partial(store.pause_is_asked, task.sweep_id, config["driver"]),
+        driver, data_dir, shared = config["driver"], config["data_dir"], config["scratch"]
+        if data_dir is None:
+            data_dir = node_dir()
+            shared = data_dir / ENCODED
+            if words := why_not_here(config["version"], store, task.sweep_id, driver):
+                self._reports: Generator[Report] = failed(words)
+                return
+        self._reports = run_attempt(
+            task, store, Path(data_dir), Path(shared), partial(store.pause_is_asked, task.sweep_id, driver)
         )
 
     def step(self) -> dict[str, Any]:
         report = next(self._reports)
-        return {"report": report, "done": report.finished}
+        return {"report": report, "done": report.finished, "node": self._node}
+
+
+def node_dir() -> Path:
+    """Where the workers of a machine of a Ray cluster keep what they share: corpora, as text and as ids."""
+    return Path(os.environ.get(NODE_DIR) or Path(tempfile.gettempdir(), f"fraternal-{os.getuid()}"))
+
+
+def why_not_here(version: str, store: CheckpointStore, sweep_id: str, driver: str) -> str | None:
+    """In words, where this machine is none for the driver's trials."""
+    here = f"node {socket.gethostname()}"
+    if version != own_version():
+        return f"{here} has fraternal {own_version()}, and the service {version}: install the same on both"
+    if not store.is_announced(sweep_id, driver):
+        return (
+            f"{here} has another store than the service at the URL {store.url}: set FRATERNAL_STORE_URL to a "
+            "store that all nodes see, s3://bucket/path say, or mount the same folder on all of them"
+        )
+    return None
+
+
+def failed(words: str) -> Generator[Report]:
+    yield Report(epoch=None, finished=True, failure=Failure("user_error", words))
