@@ -117,6 +117,13 @@ def test_a_budgets_wall_s_is_the_longest_that_it_takes() -> None:
     assert run(sweep(2), [PLAIN]).capped == 0
 
 
+def test_a_limit_before_the_first_step_ends_it_there() -> None:
+    asked = sweep(10)
+    asked = asked.model_copy(update={"budget": asked.budget.model_copy(update={"wall_s": 5.0})})
+    found = run(asked, [PLAIN], overheads=replace(NOTHING, start=4), loading_s=3.0)
+    assert (found.wall_s, found.epochs, found.capped) == (always(5), always(0), 1.0)
+
+
 def test_what_is_unsure_widens_the_band_and_leaves_its_middle() -> None:
     bands = [run(sweep(40), [PLAIN], drift=drift).wall_s for drift in (0, 0.05, 0.2)]
     widths = [one.p90 / one.p10 for one in bands]

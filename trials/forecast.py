@@ -270,7 +270,8 @@ class _Race:
     def run(self, trials: int, slots: int, start_s: float) -> _Run:
         """Of the first so many trials; the others are like the later half of those."""
         spec = self._spec
-        until = max(start_s, spec.budget.wall_s or math.inf)
+        until = spec.budget.wall_s or math.inf
+        start_s = min(start_s, until)
         waiting = iter(range(trials))
         running: list[tuple[float, int, int]] = []
         """(when it comes to its next rung, trial, which one that is)"""
