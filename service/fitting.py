@@ -19,7 +19,7 @@ from service.errors import Problem
 from service.launcher import Capacity
 from trials.corpora import FILES, CorpusSpec, PathCorpus
 from trials.memory import amount, peak_bytes
-from trials.plan import Planned, plan
+from trials.plan import MOST_PLANNED, Planned, plan
 from trials.spec import SweepSpec, TrialConfig
 
 LITTLE_ROOM = 256 * 2**20
@@ -58,7 +58,7 @@ def certain_problems(
     largest = _largest(spec)
     if largest is not None and _fits(spec, largest, capacity, types, disk):
         return []
-    planned = plan(spec, max(MOST_LOOKED_AT, slots(spec, capacity)))
+    planned = plan(spec, min(MOST_PLANNED, max(MOST_LOOKED_AT, slots(spec, capacity))))
     return [
         *memory_problems(spec, planned, capacity, types),
         *disk_problems(spec, planned, types, disk),

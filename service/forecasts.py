@@ -116,18 +116,21 @@ class Forecasts:
 
     def _is_gone(self, is_gone: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[bool]]:
         async def look() -> bool:
-            if self._is_closed:
-                raise Stopping("the service is being stopped, and nothing is measured any more")
+            self._require_open()
             return await is_gone()
 
         return look
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise Stopping("the service is being stopped, and nothing is measured any more")
 
     def _find(self, key: bytes) -> _Known | None:
         known = self._probes.find(key)
         return known if known is not None and now() - known.at < KEPT else None
 
     async def _probe(self, key: bytes, order: ProbeOrder) -> tuple[_Known, bool]:
-        """Raises ProbeFailed, TooManyForecasts."""
+        """Raises ProbeFailed, TooManyForecasts, Stopping."""
         if self._waiting > MOST_WAITING:
             raise TooManyForecasts(
                 f"{self._waiting} other forecasts wait for their probes: ask again later, or leave the times "
@@ -138,6 +141,7 @@ class Forecasts:
             async with self._probing.of_this_loop():
                 if (known := self._find(key)) is not None:  # by who had the turn before
                     return known, True
+                self._require_open()
                 probe = await self._controller.probe(order)
                 known = _Known(probe, now())
                 return known if probe.is_of_the_moment else self._probes.keep(key, known), False
@@ -183,6 +187,13 @@ class Forecasts:
         peaks = [None if types is None else peak_bytes(trial.config, types) for trial in planned]
         largest = max((peak for peak in peaks if peak is not None), default=None)
         available = probe.memory_bytes if spec.resources.gpus and probe else capacity.memory_bytes
+        memory = MemoryForecast(
+            per_trial_bytes=largest,
+            at_once=at_once,
+            all_trials_bytes=None if largest is None else at_once * (largest + TORCH),
+            service_bytes=SERVICE,
+            available_bytes=_finite(available),
+        )
         return Forecast(
             wall_s=_view(simulated.wall_s if simulated else None),
             device="gpus" if spec.resources.gpus else "cpu_threads",
@@ -212,13 +223,7 @@ class Forecasts:
                 valid_tokens=probe.valid_tokens,
                 vocabulary_size=probe.vocabulary_size,
             ),
-            memory=MemoryForecast(
-                per_trial_bytes=largest,
-                at_once=at_once,
-                all_trials_bytes=None if largest is None else at_once * (largest + TORCH),
-                service_bytes=SERVICE,
-                available_bytes=_finite(available),
-            ),
+            memory=memory,
             disk=DiskForecast(
                 checkpoints_bytes=None if types is None else checkpoints_bytes(spec, planned, types, at_once),
                 database_bytes=database_bytes(spec),
@@ -226,7 +231,7 @@ class Forecasts:
             ),
             probe=None if known is None else _probe_view(known, spec, at_once, from_memory),
             unknown=unknown,
-            assumptions=_assumptions(spec, planned, probe, simulated),
+            assumptions=_assumptions(spec, planned, probe, simulated, memory),
         )
 
     def _simulated(
@@ -352,7 +357,11 @@ def _probe_view(known: _Known, spec: SweepSpec, at_once: int, from_memory: bool)
 
 
 def _assumptions(
-    spec: SweepSpec, planned: Sequence[Planned], probe: Probe | None, simulated: Simulated | None
+    spec: SweepSpec,
+    planned: Sequence[Planned],
+    probe: Probe | None,
+    simulated: Simulated | None,
+    memory: MemoryForecast,
 ) -> list[str]:
     said = ["No trial fails, and no other sweep or program takes part of the machine: that makes it longer."]
     if probe is not None and probe.share < BUSY:
@@ -371,6 +380,16 @@ def _assumptions(
         said.append("Which trials are pruned is drawn at random, at the pruner's own rungs.")
     if spec.budget.target is not None:
         said.append("budget.target may end it sooner.")
+    if (
+        not spec.resources.gpus
+        and memory.all_trials_bytes is not None
+        and memory.available_bytes is not None
+        and memory.all_trials_bytes + memory.service_bytes > memory.available_bytes
+    ):
+        said.append(
+            f"Not all of its {memory.at_once} trials at once take as much memory as they may: together, and "
+            "with the service, that is more than there is. A lower resources.max_concurrent is safe."
+        )
     if any(trial.config.training.averaging == "from-start" for trial in planned):
         said.append("Trials that average from-start go on to their last epochs: one that stalls ends sooner.")
     if simulated is not None and simulated.capped:

@@ -218,6 +218,17 @@ def test_a_text_too_short_for_some_trials_is_told_and_for_all_of_them_refused(
     assert [problem.code for problem in refused.value.problems] == ["text_too_short"]
 
 
+def test_trials_that_may_take_more_memory_together_than_there_is_are_a_word_worth(
+    controller: SweepController, prober: Prober
+) -> None:
+    prober.may_answer.set()
+    words = {}
+    for gib in (1, 4):
+        prober._capacity = Capacity(2, 0, memory_bytes=gib * 2**30)
+        words[gib] = [said for said in foreseen(controller).assumptions if "max_concurrent is safe" in said]
+    assert (len(words[1]), words[4]) == (1, [])
+
+
 def test_what_others_memory_left_out_is_measured_again(controller: SweepController, prober: Prober) -> None:
     prober.may_answer.set()
     prober.given = {"timed": (), "not_timed": ("too little is free now",), "is_of_the_moment": True}

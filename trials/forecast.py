@@ -117,7 +117,7 @@ def simulate(
         pace = machine * less * overheads.slowdown
         race = _Race(spec, loads, pace, loading_s * less, overheads, checks, rng)
         run = race.run(trials, slots, start_s)
-        ending = overheads.end * loading + validation_s * pace
+        ending = overheads.end * loading + (validation_s * pace if run.epochs else 0.0)
         runs.append(replace(run, wall_s=run.wall_s + ending))
     return Simulated(
         wall_s=band([run.wall_s for run in runs]),
