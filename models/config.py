@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-Width = Annotated[int, Field(ge=1)]
+Width = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["float32", "tf32", "bf16"]
 """What matrix products are computed in; see models.precision."""

@@ -4,9 +4,11 @@ import hashlib
 import math
 import os
 import shutil
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -17,7 +19,7 @@ from service.errors import Problem
 from service.launcher import Capacity
 from trials.corpora import FILES, CorpusSpec, PathCorpus
 from trials.memory import amount, peak_bytes
-from trials.plan import Planned, plan
+from trials.plan import MOST_PLANNED, Planned, plan
 from trials.spec import SweepSpec, TrialConfig
 
 LITTLE_ROOM = 256 * 2**20
@@ -56,7 +58,7 @@ def certain_problems(
     largest = _largest(spec)
     if largest is not None and _fits(spec, largest, capacity, types, disk):
         return []
-    planned = plan(spec, MOST_LOOKED_AT)
+    planned = plan(spec, min(MOST_PLANNED, max(MOST_LOOKED_AT, slots(spec, capacity))))
     return [
         *memory_problems(spec, planned, capacity, types),
         *disk_problems(spec, planned, types, disk),
@@ -100,16 +102,39 @@ def memory_problems(
     if peaks[worst] > capacity.memory_bytes:
         return [too_large(spec, planned[worst], peaks[worst], capacity.memory_bytes, vocabulary_size)]
     at_once = slots(spec, capacity)
-    together = max(sum(peaks[i : i + at_once]) for i in range(max(1, len(peaks) - at_once + 1)))
-    if together <= capacity.memory_bytes:
+    sums = [0, *accumulate(peaks)]
+
+    def together(count: int) -> int:
+        """What so many take that follow one another, at most."""
+        return max(after - before for before, after in zip(sums, sums[count:], strict=False))
+
+    at_once = min(at_once, len(peaks))
+    if together(at_once) <= capacity.memory_bytes:
         return []
-    fitting = max(1, int(at_once * capacity.memory_bytes / together))
+    fitting = bisect_right(range(1, at_once), capacity.memory_bytes, key=together)
     words = (
-        f"{at_once} trials at once take up to {amount(together)} of memory, and there are "
+        f"{at_once} trials at once take up to {amount(together(at_once))} of memory, and there are "
         f"{amount(capacity.memory_bytes)}: set resources.max_concurrent to {fitting}, or lower batch_size, "
         "bptt or the sizes of the model"
     )
     return [Problem("/resources/max_concurrent", "too_little_memory", words)]
+
+
+def text_problems(spec: SweepSpec, train_tokens: int) -> list[Problem]:
+    """Where no trial has two tokens a column: each would fail before its first step."""
+    sizes = list(spec.written("batch_size"))
+    if any(is_long_enough(train_tokens, int(size)) for _, size in sizes):
+        return []
+    pointer, size = min(sizes, key=lambda written: written[1])
+    words = (
+        f"batch_size {size} cuts {train_tokens:,} training tokens into columns of fewer than two: lower it "
+        f"to {max(1, train_tokens // 2)}, or give a longer text"
+    )
+    return [Problem(pointer, "text_too_short", words)]
+
+
+def is_long_enough(train_tokens: int, batch_size: int) -> bool:
+    return train_tokens // batch_size >= 2
 
 
 def too_large(

@@ -90,7 +90,8 @@ class ProbeView(View):
     configurations: int
     """That it timed."""
     share: float
-    """Of the time in which its processes wanted a core, that in which they had one: others had the rest."""
+    """Of the cores' time that its processes wanted, and would have had alone, what they had: others had the
+    rest."""
 
 
 class Forecast(View):

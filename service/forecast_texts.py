@@ -31,8 +31,7 @@ def samples_table(samples: Sequence[SampledView]) -> Table:
     table.add_column("trial", justify="right")
     table.add_column("arm")
     table.add_column("values", ratio=1)
-    table.add_column("seed", justify="right")
-    table.add_column("seconds an epoch", min_width=16)
+    table.add_column("seconds an epoch", no_wrap=True)
     for sample in samples:
         values = [f"{name} {_value(value)}" for name, value in sample.params.items()]
         words = ", ".join(values) or "as the sweep has them"
@@ -40,7 +39,6 @@ def samples_table(samples: Sequence[SampledView]) -> Table:
             str(sample.number),
             sample.arm,
             words if sample.exact else f"for example {words}",
-            str(sample.seed),
             seconds(sample.epoch_s),
         )
     return table

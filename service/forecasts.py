@@ -13,7 +13,7 @@ from statistics import fmean
 import anyio
 
 from service.database import now
-from service.errors import ClientGone, InvalidSpec, Problem, TooManyForecasts
+from service.errors import ClientGone, InvalidSpec, Problem, Stopping, TooManyForecasts
 from service.fitting import (
     SERVICE,
     TORCH,
@@ -22,8 +22,10 @@ from service.fitting import (
     database_bytes,
     disk_of,
     disk_problems,
+    is_long_enough,
     memory_problems,
     slots,
+    text_problems,
     too_large,
 )
 from service.forecast_schemas import (
@@ -36,7 +38,7 @@ from service.forecast_schemas import (
     ProbeView,
     SampledView,
 )
-from service.launcher import Capacity, ProbeFailed
+from service.launcher import Capacity, ProbeFailed, TextUnusable
 from service.sweeps import SweepController
 from service.turns import Turns
 from trials.forecast import Band, Load, Overheads, Simulated, epoch_band, simulate
@@ -79,10 +81,11 @@ class Forecasts:
         self._probes: Remembered[bytes, _Known] = Remembered(64, lambda _: 0)
         self._probing = Turns("probes", 1)
         self._waiting = 0
+        self._is_closed = False
 
     async def forecast(self, spec: SweepSpec, is_gone: Callable[[], Awaitable[bool]]) -> Forecast:
         """Of a spec that was checked. Raises InvalidSpec where it cannot fit, TooManyForecasts; ClientGone
-        where `is_gone` comes to say so while a probe is made.
+        where `is_gone` comes to say so while a probe is made, Stopping where the service is closed then.
         """
         capacity = self._controller.capacity()
         planned, order = await forecasting.take(_planned, spec, capacity)
@@ -94,8 +97,11 @@ class Forecasts:
         known, unknown, from_memory = self._find(key), list[str](), True
         if known is None:
             try:
-                async with _until(is_gone):
+                async with _until(self._is_gone(is_gone)):
                     known, from_memory = await self._probe(key, order)
+            except TextUnusable as error:
+                problem = Problem(f"/corpus{error.pointer}", "corpus_unusable", str(error))
+                raise InvalidSpec([problem]) from error
             except ProbeFailed as error:
                 unknown = [f"times, and all that needs the vocabulary, are not known: {error}"]
         if known is not None:
@@ -104,12 +110,27 @@ class Forecasts:
             self._put_together, spec, capacity, planned, known, unknown, from_memory
         )
 
+    def close(self) -> None:
+        """Call probes off: none is waited for."""
+        self._is_closed = True
+
+    def _is_gone(self, is_gone: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[bool]]:
+        async def look() -> bool:
+            self._require_open()
+            return await is_gone()
+
+        return look
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise Stopping("the service is being stopped, and nothing is measured any more")
+
     def _find(self, key: bytes) -> _Known | None:
         known = self._probes.find(key)
         return known if known is not None and now() - known.at < KEPT else None
 
     async def _probe(self, key: bytes, order: ProbeOrder) -> tuple[_Known, bool]:
-        """Raises ProbeFailed, TooManyForecasts."""
+        """Raises ProbeFailed, TooManyForecasts, Stopping."""
         if self._waiting > MOST_WAITING:
             raise TooManyForecasts(
                 f"{self._waiting} other forecasts wait for their probes: ask again later, or leave the times "
@@ -120,8 +141,10 @@ class Forecasts:
             async with self._probing.of_this_loop():
                 if (known := self._find(key)) is not None:  # by who had the turn before
                     return known, True
+                self._require_open()
                 probe = await self._controller.probe(order)
-                return self._probes.keep(key, _Known(probe, now())), False
+                known = _Known(probe, now())
+                return known if probe.is_of_the_moment else self._probes.keep(key, known), False
         finally:
             self._waiting -= 1
 
@@ -140,6 +163,7 @@ class Forecasts:
         disk = disk_of(self._controller.store_url)
         if probe is not None:
             problems = [
+                *text_problems(spec, probe.train_tokens),
                 *memory_problems(spec, planned, capacity, probe.vocabulary_size),
                 *_too_large_for_a_gpu(spec, planned, probe),
                 *disk_problems(spec, planned, probe.vocabulary_size, disk),
@@ -147,6 +171,12 @@ class Forecasts:
             if problems:
                 raise InvalidSpec(problems)
             unknown = [*unknown, *probe.not_timed]
+            failing = [trial for trial in planned if not _has_text(trial, probe)]
+            if failing:
+                unknown.append(
+                    f"{len(failing)} of the first {len(planned)} trials will fail: {probe.train_tokens:,} "
+                    "training tokens are too few for their batch_size"
+                )
         times, simulated, drift = self._simulated(spec, capacity, planned, probe)
         share, slowdown = 1.0 if probe is None else probe.share, self._overheads.slowdown
         if probe is not None and simulated is None:
@@ -157,6 +187,13 @@ class Forecasts:
         peaks = [None if types is None else peak_bytes(trial.config, types) for trial in planned]
         largest = max((peak for peak in peaks if peak is not None), default=None)
         available = probe.memory_bytes if spec.resources.gpus and probe else capacity.memory_bytes
+        memory = MemoryForecast(
+            per_trial_bytes=largest,
+            at_once=at_once,
+            all_trials_bytes=None if largest is None else at_once * (largest + TORCH),
+            service_bytes=SERVICE,
+            available_bytes=_finite(available),
+        )
         return Forecast(
             wall_s=_view(simulated.wall_s if simulated else None),
             device="gpus" if spec.resources.gpus else "cpu_threads",
@@ -186,13 +223,7 @@ class Forecasts:
                 valid_tokens=probe.valid_tokens,
                 vocabulary_size=probe.vocabulary_size,
             ),
-            memory=MemoryForecast(
-                per_trial_bytes=largest,
-                at_once=at_once,
-                all_trials_bytes=None if largest is None else at_once * (largest + TORCH),
-                service_bytes=SERVICE,
-                available_bytes=_finite(available),
-            ),
+            memory=memory,
             disk=DiskForecast(
                 checkpoints_bytes=None if types is None else checkpoints_bytes(spec, planned, types, at_once),
                 database_bytes=database_bytes(spec),
@@ -200,7 +231,7 @@ class Forecasts:
             ),
             probe=None if known is None else _probe_view(known, spec, at_once, from_memory),
             unknown=unknown,
-            assumptions=_assumptions(spec, planned, probe, simulated),
+            assumptions=_assumptions(spec, planned, probe, simulated, memory),
         )
 
     def _simulated(
@@ -242,17 +273,19 @@ def _key(order: ProbeOrder) -> bytes:
 
 @asynccontextmanager
 async def _until(is_gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[None]:
-    """Ends what is done within once the client is gone. Raises ClientGone then."""
-    gone = False
+    """Ends what is done within once the client is gone, and raises ClientGone; or what `is_gone` raises."""
+    failed: Exception | None = None
 
     async def look() -> None:
-        nonlocal gone
-        while not await is_gone():
-            await anyio.sleep(LOOK_S)
-        gone = True
+        nonlocal failed
+        try:
+            while not await is_gone():
+                await anyio.sleep(LOOK_S)
+            failed = ClientGone("whoever asked for the forecast is gone")
+        except Stopping as error:
+            failed = error
         group.cancel_scope.cancel()
 
-    failed: Exception | None = None
     async with anyio.create_task_group() as group:
         group.start_soon(look)
         try:
@@ -262,17 +295,19 @@ async def _until(is_gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[None]:
         group.cancel_scope.cancel()
     if failed is not None:
         raise failed
-    if gone:
-        raise ClientGone("whoever asked for the forecast is gone")
 
 
 def _load(trial: Planned, time: EpochTime | None) -> Load:
-    """One that fails for its text's length takes no time."""
+    """One that has no epoch fails for its text's length."""
     training = trial.config.training
     if time is None:
-        return Load(0.0, 0.0, training.epochs + 1)
+        return Load(0.0, 0.0, training.epochs + 1, fails=True)
     begins = {"none": training.epochs + 1, "from-start": 1, "nt-asgd": training.non_monotone_interval + 3}
     return Load(time.seconds, time.validation, begins[training.averaging])
+
+
+def _has_text(trial: Planned, probe: Probe) -> bool:
+    return is_long_enough(probe.train_tokens, trial.config.training.batch_size)
 
 
 def _too_large_for_a_gpu(spec: SweepSpec, planned: Sequence[Planned], probe: Probe) -> list[Problem]:
@@ -322,7 +357,11 @@ def _probe_view(known: _Known, spec: SweepSpec, at_once: int, from_memory: bool)
 
 
 def _assumptions(
-    spec: SweepSpec, planned: Sequence[Planned], probe: Probe | None, simulated: Simulated | None
+    spec: SweepSpec,
+    planned: Sequence[Planned],
+    probe: Probe | None,
+    simulated: Simulated | None,
+    memory: MemoryForecast,
 ) -> list[str]:
     said = ["No trial fails, and no other sweep or program takes part of the machine: that makes it longer."]
     if probe is not None and probe.share < BUSY:
@@ -341,6 +380,18 @@ def _assumptions(
         said.append("Which trials are pruned is drawn at random, at the pruner's own rungs.")
     if spec.budget.target is not None:
         said.append("budget.target may end it sooner.")
+    if (
+        not spec.resources.gpus
+        and memory.all_trials_bytes is not None
+        and memory.available_bytes is not None
+        and memory.all_trials_bytes + memory.service_bytes > memory.available_bytes
+    ):
+        said.append(
+            f"Not all of its {memory.at_once} trials at once take as much memory as they may: together, and "
+            "with the service, that is more than there is. A lower resources.max_concurrent is safe."
+        )
+    if any(trial.config.training.averaging == "from-start" for trial in planned):
+        said.append("Trials that average from-start go on to their last epochs: one that stalls ends sooner.")
     if simulated is not None and simulated.capped:
         said.append(
             f"budget.wall_s ends it before its last trial in {simulated.capped:.0%} of the simulations."

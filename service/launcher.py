@@ -33,7 +33,7 @@ from trials.cpus import usable_cpus
 from trials.memory import total_bytes
 from trials.shares import Node, room_on
 from trials.spec import Resources
-from trials.steps import PROBE, PROBE_ORDER, Probe, ProbeOrder
+from trials.steps import EXIT_CORPUS, PROBE, PROBE_ORDER, Probe, ProbeOrder
 from trials.store import CheckpointStore
 
 log = logging.getLogger(__name__)
@@ -130,12 +130,22 @@ class ProbeFailed(Exception):
     """Nothing could be measured; the message says why."""
 
 
+class TextUnusable(ProbeFailed):
+    """No trial could read the text either. `pointer` is the JSON pointer, within the corpus, to blame."""
+
+    def __init__(self, message: str, pointer: str) -> None:
+        super().__init__(message)
+        self.pointer = pointer
+
+
 class Launcher(Protocol):
     def capacity(self) -> Capacity:
         """Raises ClusterAway where nothing is known of it."""
 
     async def probe(self, order: ProbeOrder) -> Probe:
-        """Time training on what trials run on. Cancelled, it leaves nothing behind. Raises ProbeFailed."""
+        """Time training on what trials run on. Cancelled, it leaves nothing behind. Raises ProbeFailed,
+        TextUnusable.
+        """
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:
         """Start a driver; returns what finds it again, as JSON, also for another process."""
@@ -237,7 +247,10 @@ class LocalLauncher:
         environment = {**inherited_environment(), **DRIVER_ENVIRONMENT}
         environment.pop("FRATERNAL_DATABASE_URL", None)  # which may have a password
         command = [sys.executable, "-P", "-m", "trials.probe", str(self._data_dir)]
-        scratch = tempfile.mkdtemp(prefix="fraternal-probe-")
+        try:
+            scratch = tempfile.mkdtemp(prefix="fraternal-probe-")
+        except OSError as error:
+            raise ProbeFailed(f"the probe has no folder for its files: {error}") from error
         try:
             with fail_after(PROBE_S):
                 ended = await run_process(
@@ -248,12 +261,17 @@ class LocalLauncher:
                 )
         except TimeoutError as error:
             raise ProbeFailed(f"the probe did not come to its end in {PROBE_S:.0f} s") from error
+        except OSError as error:
+            raise ProbeFailed(f"the probe could not be started: {error}") from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         if ended.returncode != 0:
             said = ended.stderr.decode(errors="replace").strip()
             log.warning("a probe has failed: %s", said)
-            raise ProbeFailed(said.rpartition("\n")[2][:300] or f"the probe ended with {ended.returncode}")
+            last = said.rpartition("\n")[2][:300] or f"the probe ended with {ended.returncode}"
+            if ended.returncode == EXIT_CORPUS:
+                raise TextUnusable(last, ended.stdout.decode().strip())
+            raise ProbeFailed(last)
         return PROBE.validate_json(ended.stdout)
 
     def launch(self, sweep_id: str, generation: int) -> dict[str, Any]:

@@ -79,7 +79,9 @@ KEYED = _problems(
 )
 CHECKED: Responses = {
     200: {"model": Validation, "description": "Only its check was asked for."},
-    **_problems({503: "The database does not answer, or too many others wait for forecasts; ask again."}),
+    **_problems(
+        {503: "The database is away, the service stops, or too many others wait for forecasts; ask again."}
+    ),
 }
 VERB: Responses = {**NO_SUCH, **KEYED, **_problems({415: "A body, if there is one, is application/json."})}
 BAD_QUERY = _problems({422: "A parameter of the query makes no sense; each error names it."})

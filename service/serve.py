@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from sqlalchemy import create_engine
@@ -25,7 +25,7 @@ from service.logs import log_to_standard_error
 from service.protocol import Http
 from service.revisions import check_schema, database_errors, is_missing
 from service.settings import Settings, read_settings
-from service.streams import Abortable, Streams
+from service.streams import Abortable
 from service.tokens import Tokens, has_valid_token
 
 SECONDS_FOR_OPEN_REQUESTS = 5
@@ -45,22 +45,27 @@ def server_config(application: ASGIApp, **options: Any) -> uvicorn.Config:
     )
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
 class _PatientServer(uvicorn.Server):
     """However often it is told to stop, it stops once and completely: drivers may have to be ended."""
 
     told_by: int | None = None
 
-    def __init__(self, config: uvicorn.Config, streams: Streams) -> None:
+    def __init__(self, config: uvicorn.Config, *closed_first: Closable) -> None:
         super().__init__(config)
-        self._streams = streams
+        self._closed_first = closed_first
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.told_by = sig
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Streams do not end by themselves: it would wait for them in vain."""
-        self._streams.close()
+        """Streams do not end by themselves, and a forecast's probe not in time: it would wait in vain."""
+        for each in self._closed_first:
+            each.close()
         await super().shutdown(sockets)
 
 
@@ -82,6 +87,7 @@ def serve_until_stopped(**given: Any) -> None:
         server = _PatientServer(
             server_config(Abortable(application), timeout_graceful_shutdown=SECONDS_FOR_OPEN_REQUESTS),
             application.state.streams,
+            application.state.forecasts,
         )
         signal.signal(signal.SIGHUP, server.handle_exit)
         listener.listen()

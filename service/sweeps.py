@@ -132,7 +132,7 @@ class SweepController:
         return self._launcher.capacity()
 
     async def probe(self, order: ProbeOrder) -> Probe:
-        """Raises ProbeFailed."""
+        """Raises ProbeFailed, TextUnusable."""
         return await self._launcher.probe(order)
 
     def _check_corpus(self, spec: SweepSpec) -> tuple[Any, list[Problem]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from service.errors import Problem
 from service.fitting import (
@@ -20,6 +21,7 @@ from service.fitting import (
     last_bytes,
     memory_problems,
     slots,
+    text_problems,
     weights_bytes,
 )
 from service.launcher import Capacity
@@ -182,6 +184,49 @@ def test_a_text_that_is_written_to_has_another_stamp(tmp_path: Path) -> None:
     (tmp_path / "valid.txt").write_text("a b c d\n")
     assert corpus_stamp(corpus) != first
     assert corpus_stamp(PathCorpus(path=str(tmp_path), vocabulary_size=9)) != corpus_stamp(corpus)
+
+
+def test_as_many_at_once_as_are_advised_fit() -> None:
+    """Large and small ones by turns: three may have two large ones, though four have no more."""
+    arms = {"large": {"hidden_size": 3_000}, "small": {"hidden_size": 10}}
+    asked = spec(space={}, arms=arms, budget={"trials": 8})
+    large, small = (peak_bytes(trial.config, 1_000) for trial in plan(asked)[:2])
+    there = Capacity(4, 0, memory_bytes=1.5 * (large + small))
+    assert 2 * large + small > there.memory_bytes
+    (problem,) = memory_problems(asked, plan(asked), there, 1_000)
+    assert "set resources.max_concurrent to 2," in problem.message
+    advised = spec(space={}, arms=arms, budget={"trials": 8}, resources={"max_concurrent": 2})
+    assert memory_problems(advised, plan(advised), there, 1_000) == []
+
+
+def test_all_that_run_at_once_are_looked_at_however_many() -> None:
+    asked = spec(space={}, budget={"trials": 200})
+    peak = peak_bytes(plan(asked)[0].config, FEWEST_TYPES)
+    (problem,) = certain(asked, Capacity(100, 0, memory_bytes=80 * peak))
+    assert problem.pointer == "/resources/max_concurrent"
+    assert "100 trials at once" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer"),
+    [
+        ({"space": {}, "training": {"batch_size": 40}}, "/training/batch_size"),
+        ({"space": {"batch_size": {"type": "integer", "low": 30, "high": 50}}}, "/space/batch_size"),
+        ({"arms": {"a": {"batch_size": 40}, "b": {"batch_size": 30}}}, "/arms/b/batch_size"),
+    ],
+)
+def test_a_text_that_is_too_short_for_every_batch_is_a_problem(changes: dict[str, Any], pointer: str) -> None:
+    (problem,) = text_problems(spec(**changes), 59)
+    assert (problem.pointer, problem.code) == (pointer, "text_too_short")
+    assert "lower it to 29" in problem.message
+    assert text_problems(spec(**changes), 80) == []
+
+
+@pytest.mark.parametrize("size", [10**200, 2**31])
+def test_a_width_that_no_machine_has_numbers_for_is_out_of_bounds(size: int) -> None:
+    for changes in ({"model": {"hidden_size": size}}, {"arms": {"a": {"embedding_size": size}}}):
+        with pytest.raises(ValidationError, match="less than or equal to 2147483647"):
+            spec(space={}, **changes)
 
 
 def test_trials_that_fit_one_by_one_are_no_problem_alone() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import trials.forecast
 from tests.fakes import spec
 from trials.forecast import Band, Load, Overheads, Simulated, band, scaled_band, simulate
 from trials.spec import SweepSpec
@@ -58,9 +59,10 @@ def test_the_next_trial_goes_to_the_slot_that_is_free_first() -> None:
 
 
 def test_averaged_epochs_are_validated_twice() -> None:
-    from_start = Load(2.0, 1.0, averaging_from=1)
-    least = run(sweep(1, epochs=30), [from_start]).busy_s
-    assert 60 <= least.p10 < least.p90 <= 90
+    once_it_stalls, from_start = Load(2.0, 1.0, averaging_from=3), Load(2.0, 1.0, averaging_from=1)
+    least = run(sweep(1, epochs=30), [once_it_stalls]).busy_s
+    assert 60 <= least.p10 < least.p90 <= 2 * 60 - 30 - 2
+    assert run(sweep(1, epochs=30), [from_start]).busy_s == always(90)
 
 
 def test_the_best_checkpoint_is_verified_in_the_end() -> None:
@@ -113,6 +115,14 @@ def test_a_budgets_wall_s_is_the_longest_that_it_takes() -> None:
     assert (found.wall_s, found.capped) == (always(20), 1.0)
     assert (found.busy_s, found.epochs) == (always(40), always(20))
     assert run(sweep(2), [PLAIN]).capped == 0
+
+
+def test_a_limit_before_the_first_step_ends_it_there() -> None:
+    asked = sweep(10)
+    asked = asked.model_copy(update={"budget": asked.budget.model_copy(update={"wall_s": 5.0})})
+    load = replace(PLAIN, averaged_s=7.0)  # there is no checkpoint to be verified
+    found = run(asked, [load], overheads=replace(NOTHING, start=4), loading_s=3.0)
+    assert (found.wall_s, found.epochs, found.capped) == (always(5), always(0), 1.0)
 
 
 def test_what_is_unsure_widens_the_band_and_leaves_its_middle() -> None:
@@ -171,6 +181,43 @@ def test_the_largest_sweep_there_may_be_is_told_by_a_part_of_it(pruner: dict[str
     short = run(capped, [PLAIN] * 3, slots=2)
     assert (short.wall_s.p90, short.capped) == (pytest.approx(3_000), 1.0)
     assert short.busy_s.p50 == pytest.approx(6_000, rel=0.01)
+
+
+@pytest.mark.parametrize("trials", [1, 10, 31])
+def test_fewer_trials_than_arms_are_simulated_too(trials: int) -> None:
+    asked = sweep(trials, epochs=100, arms=32, pruner={"name": "median"})
+    assert run(asked, [PLAIN] * 32).epochs == always(100 * trials)
+
+
+@pytest.mark.parametrize(("name", "arms"), [("median", 2), ("median", 32), ("successive_halving", 32)])
+def test_a_part_of_a_large_sweep_tells_how_much_is_pruned_in_all_of_it(
+    name: str, arms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trials that run before any is pruned are few of many, and stand for no others."""
+    asked = sweep(3_000, epochs=30, arms=arms, pruner={"name": name})
+    part = run(asked, [PLAIN] * arms, slots=2)
+    monkeypatch.setattr(trials.forecast, "MOST_EVENTS", 30 * 10**6)
+    monkeypatch.setattr(trials.forecast, "SIMULATIONS", 10)
+    whole = run(asked, [PLAIN] * arms, slots=2)
+    assert part.epochs.p50 == pytest.approx(whole.epochs.p50, rel=0.3)
+    assert part.wall_s.p50 == pytest.approx(whole.wall_s.p50, rel=0.3)
+
+
+def test_a_limit_ends_the_part_that_is_not_simulated_too() -> None:
+    asked = sweep(100_000, epochs=2)
+    asked = asked.model_copy(update={"budget": asked.budget.model_copy(update={"wall_s": 100_000.0})})
+    found = run(asked, [PLAIN], slots=2)
+    assert (found.wall_s, found.capped) == (always(100_000), 1.0)
+    assert (found.busy_s.p50, found.epochs.p50) == (
+        pytest.approx(2e5, rel=1e-3),
+        pytest.approx(1e5, rel=1e-3),
+    )
+
+
+def test_a_trial_that_fails_at_once_trains_no_epoch() -> None:
+    fails = Load(0.0, 0.0, 1000, fails=True)
+    found = run(sweep(10, epochs=3), [PLAIN, fails], overheads=replace(NOTHING, trial=0.1), loading_s=1.0)
+    assert (found.epochs, found.busy_s) == (always(15), always(5 * 6.1 + 5 * 0.1))
 
 
 def test_a_band_is_of_deciles() -> None:

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 import service.forecasts
 from service.cli import app
-from service.errors import ClientGone, InvalidSpec, TooManyForecasts
+from service.errors import ClientGone, InvalidSpec, Stopping, TooManyForecasts
 from service.fitting import Disk
 from service.forecast_schemas import Forecast
 from service.forecast_texts import in_words
 from service.forecasts import Forecasts
-from service.launcher import Capacity, ProbeFailed
+from service.launcher import Capacity, ProbeFailed, TextUnusable
 from service.settings import Settings
 from service.sweeps import SweepController, build_controller
 from tests.fakes import MemoryLauncher, probe_of
@@ -26,6 +26,7 @@ from tests.played_service import SPEC, played_service, wait_for
 from tests.service_process import write_corpus
 from tests.test_http import assert_problem
 from trials.memory import amount
+from trials.plan import plan
 from trials.spec import SweepRequest
 from trials.steps import Probe, ProbeOrder
 
@@ -125,7 +126,8 @@ class Prober(MemoryLauncher):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(cpus=2)
-        self.given, self.failure = given, ""
+        self.given = given
+        self.failure: ProbeFailed | None = None
         self.may_answer = asyncio.Event()
         self.cancelled = 0
 
@@ -136,8 +138,8 @@ class Prober(MemoryLauncher):
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        if self.failure:
-            raise ProbeFailed(self.failure)
+        if self.failure is not None:
+            raise self.failure
         return probe_of(order, **self.given)
 
 
@@ -170,7 +172,7 @@ def test_a_probe_that_fails_leaves_what_is_known_and_a_sentence(
     controller: SweepController, prober: Prober
 ) -> None:
     prober.may_answer.set()
-    prober.failure = "the text is gone"
+    prober.failure = ProbeFailed("the text is gone")
     found = foreseen(controller)
     assert (found.wall_s, found.device_hours, found.corpus, found.probe) == (None, None, None, None)
     assert found.memory.per_trial_bytes is None
@@ -187,6 +189,72 @@ def test_what_the_probe_left_out_is_told(controller: SweepController, prober: Pr
     assert found.wall_s is None
     assert found.memory.per_trial_bytes is not None
     assert found.unknown[0].startswith("a configuration was not timed")
+
+
+def test_a_text_that_cannot_be_read_is_refused(controller: SweepController, prober: Prober) -> None:
+    prober.may_answer.set()
+    prober.failure = TextUnusable("no UTF-8", "/path")
+    with pytest.raises(InvalidSpec) as refused:
+        foreseen(controller)
+    (problem,) = refused.value.problems
+    assert (problem.pointer, problem.code, problem.message) == ("/corpus/path", "corpus_unusable", "no UTF-8")
+
+
+def test_a_text_too_short_for_some_trials_is_told_and_for_all_of_them_refused(
+    controller: SweepController, prober: Prober
+) -> None:
+    prober.may_answer.set()
+    prober.given = {"train_tokens": 39}
+    found = foreseen(controller)
+    failing = sum(trial.params["batch_size"] == 20 for trial in plan(controller.checked(spec_of())))
+    assert found.unknown == [
+        f"{failing} of the first 30 trials will fail: 39 training tokens are too few for their batch_size"
+    ]
+    assert found.epochs is not None
+    assert found.epochs.p90 == (30 - failing) * 3
+    prober.given = {"train_tokens": 19}
+    with pytest.raises(InvalidSpec) as refused:
+        foreseen(controller)
+    assert [problem.code for problem in refused.value.problems] == ["text_too_short"]
+
+
+def test_trials_that_may_take_more_memory_together_than_there_is_are_a_word_worth(
+    controller: SweepController, prober: Prober
+) -> None:
+    prober.may_answer.set()
+    words = {}
+    for gib in (1, 4):
+        prober._capacity = Capacity(2, 0, memory_bytes=gib * 2**30)
+        words[gib] = [said for said in foreseen(controller).assumptions if "max_concurrent is safe" in said]
+    assert (len(words[1]), words[4]) == (1, [])
+
+
+def test_what_others_memory_left_out_is_measured_again(controller: SweepController, prober: Prober) -> None:
+    prober.may_answer.set()
+    prober.given = {"timed": (), "not_timed": ("too little is free now",), "is_of_the_moment": True}
+    forecasts, spec = Forecasts(controller), controller.checked(spec_of())
+    assert asyncio.run(forecasts.forecast(spec, stays)).wall_s is None
+    prober.given = {}
+    assert asyncio.run(forecasts.forecast(spec, stays)).wall_s is not None
+    assert len(prober.probed) == 2
+
+
+def test_probes_are_called_off_where_the_service_is_stopped(
+    controller: SweepController, prober: Prober
+) -> None:
+    forecasts, spec = Forecasts(controller), controller.checked(spec_of())
+
+    async def stop() -> None:
+        asking = [asyncio.create_task(forecasts.forecast(spec, stays)) for _ in range(2)]
+        while not prober.probed:
+            await asyncio.sleep(0.01)
+        forecasts.close()
+        for each in asking:
+            with pytest.raises(Stopping):
+                await each
+
+    asyncio.run(stop())
+    assert (len(prober.probed), prober.cancelled) == (1, 1)
 
 
 def test_a_vocabulary_once_known_refuses_submissions_too(

@@ -17,7 +17,7 @@ import pytest
 import trials.probe
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
-from service.launcher import DRIVER_ENVIRONMENT, LocalLauncher, ProbeFailed, marked_processes
+from service.launcher import DRIVER_ENVIRONMENT, LocalLauncher, ProbeFailed, TextUnusable, marked_processes
 from service.settings import Settings
 from tests.service_process import write_corpus
 from trials.corpora import PathCorpus
@@ -63,7 +63,7 @@ def test_a_probe_times_every_point_in_as_many_processes_and_leaves_nothing(
     assert found.device.startswith("cpu: ")
     assert found.start_s > 0
     assert 0 < found.share <= 1
-    assert found.not_timed == ()
+    assert (found.not_timed, found.is_of_the_moment) == ((), False)
     assert not [*(tmp_path / "temporary").iterdir()]
 
 
@@ -75,8 +75,31 @@ def len_of(file: Path) -> int:
 @pytest.mark.slow
 def test_a_probe_that_cannot_read_its_text_says_why(tmp_path: Path) -> None:
     launcher = LocalLauncher(Settings(data_dir=tmp_path))
-    with pytest.raises(ProbeFailed, match="a corpus path is a directory that holds"):
+    with pytest.raises(TextUnusable, match="a corpus path is a directory that holds") as told:
         asyncio.run(launcher.probe(order(tmp_path / "nowhere")))
+    assert told.value.pointer == "/path"
+
+
+def test_a_probe_that_cannot_be_started_says_why(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = LocalLauncher(Settings(data_dir=tmp_path))
+    with monkeypatch.context() as without:
+        without.setattr(tempfile, "tempdir", str(tmp_path / "no such folder"))
+        with pytest.raises(ProbeFailed, match="has no folder for its files"):
+            asyncio.run(launcher.probe(order(text)))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no such program"))
+    with pytest.raises(ProbeFailed, match="could not be started"):
+        asyncio.run(launcher.probe(order(text)))
+
+
+@pytest.mark.parametrize(("processes", "share"), [(1, 1.0), (4, 1.0), (8, 0.5), (40, 0.1)])
+def test_processes_of_less_than_a_cpu_share_cores_with_one_another(
+    text: Path, monkeypatch: pytest.MonkeyPatch, processes: int, share: float
+) -> None:
+    """Which no other work has taken from them."""
+    monkeypatch.setattr(trials.probe, "usable_cpus", lambda: 4)
+    assert trials.probe._share_alone(order(text, processes=processes)) == share
 
 
 @pytest.mark.slow
@@ -86,6 +109,7 @@ def test_a_configuration_that_would_not_fit_now_is_left_out_with_words(text: Pat
     found = asyncio.run(LocalLauncher(Settings(data_dir=tmp_path)).probe(order(text, points=huge)))
     assert (found.timed, len(found.not_timed)) == ((), 1)
     assert "GiB of memory would be needed now" in found.not_timed[0]
+    assert found.is_of_the_moment
     assert found.vocabulary_size > 2
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from models.config import AWDLSTMConfig
@@ -17,10 +18,12 @@ from trials.steps import (
     StepTimes,
     Timed,
     kind_of,
+    mean_random_length,
     operations,
     points_to_probe,
     timed_as,
 )
+from trials.training import window_lengths
 
 V = 1_000
 
@@ -147,6 +150,13 @@ def test_checkpoints_in_the_middle_of_long_epochs_take_time_too() -> None:
 def test_a_text_that_is_too_short_for_so_many_columns_has_no_epoch() -> None:
     times = StepTimes(probe_of(order(config())))
     assert times.epoch(config(batch_size=40_000), 60.0) is None
+
+
+@pytest.mark.parametrize("bptt", [5, 7, 12, 35, 70, 400])
+def test_the_mean_of_random_windows_is_that_of_those_that_training_draws(bptt: int) -> None:
+    training = TrainingConfig(bptt=bptt, windows="random")
+    drawn = window_lengths(400_000, training, np.random.default_rng(1))
+    assert mean_random_length(bptt) == pytest.approx(400_000 / len(drawn), rel=0.01)
 
 
 def test_orders_and_probes_travel_as_json() -> None:

@@ -8,18 +8,20 @@ too: how fast the machine will be, when averaging begins, how long a driver take
 import heapq
 import math
 import random
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist, median
 
 from trials.pruners import bracket_of, rungs_of
-from trials.spec import Hyperband, MedianPruner, SuccessiveHalving, SweepSpec
+from trials.spec import Hyperband, MedianPruner, NoPruner, SuccessiveHalving, SweepSpec
 
 SIMULATIONS = 200
 FEWEST_SIMULATIONS = 30
-MOST_EVENTS = 50_000
+MOST_EVENTS = 100_000
 """Over all simulations: about half a second."""
+FEWEST_OF_AN_ARM = 16
+"""Trials that are simulated where there are as many: of fewer no pruner would know what is good."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class Load:
     averaged_s: float
     """Seconds more where its weights are averaged."""
     averaging_from: int
-    """The first epoch in which they may be."""
+    """The first epoch in which they may be; from the first one on they are for sure."""
+    fails: bool = False
+    """It ends before its first step: its text is too short, say."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,7 @@ def simulate(
     the machine is, all that is unsure of it. `share` is what the probe had of its cores: a sweep has that, or
     more, up to all of them.
     """
-    events = _events_of_a_trial(spec)
-    count = max(FEWEST_SIMULATIONS, min(SIMULATIONS, MOST_EVENTS // (spec.budget.trials * events)))
-    trials = min(spec.budget.trials, MOST_EVENTS // (count * events) // len(spec.arms) * len(spec.arms))
+    count, trials = _extent(spec)
     rng = random.Random(seed)
     machines = _stratified(count, drift, rng)
     starts = _stratified(count, overheads.start_drift, rng)
@@ -115,7 +117,7 @@ def simulate(
         pace = machine * less * overheads.slowdown
         race = _Race(spec, loads, pace, loading_s * less, overheads, checks, rng)
         run = race.run(trials, slots, start_s)
-        ending = overheads.end * loading + validation_s * pace
+        ending = overheads.end * loading + (validation_s * pace if run.epochs else 0.0)
         runs.append(replace(run, wall_s=run.wall_s + ending))
     return Simulated(
         wall_s=band([run.wall_s for run in runs]),
@@ -127,6 +129,8 @@ def simulate(
 
 def _checks(spec: SweepSpec) -> dict[int, list[int]]:
     """The epochs after which a trial may end, the last one among them, by its bracket."""
+    if not _prunes(spec):
+        return {0: [spec.training.epochs]}
     known: dict[int, list[int]] = {}
     for draw in range(spec.draws):
         bracket = bracket_of(spec, draw)
@@ -139,14 +143,34 @@ def _checks(spec: SweepSpec) -> dict[int, list[int]]:
     return known
 
 
-def _events_of_a_trial(spec: SweepSpec) -> int:
-    """How often it is looked at, about: with halving most end at their first rung."""
+def _prunes(spec: SweepSpec) -> bool:
+    """Whether any trial may be: a median is asked for once so many of its arm have come to their ends."""
     match spec.pruner:
-        case MedianPruner():
-            return 1 + len(rungs_of(spec, 0))
+        case MedianPruner(startup_trials=startup):
+            return startup < spec.draws
+    return not isinstance(spec.pruner, NoPruner)
+
+
+def _extent(spec: SweepSpec) -> tuple[int, int]:
+    """(simulations, trials of each): the first trials, of whole draws, where there is no time for all."""
+    all_trials, arms = spec.budget.trials, len(spec.arms)
+    most = MOST_EVENTS // FEWEST_SIMULATIONS
+    if (events := _events(spec, all_trials)) > most:
+        fitting = bisect_right(range(all_trials), most, key=lambda trials: _events(spec, trials)) - 1
+        trials = max(fitting, arms * FEWEST_OF_AN_ARM) // arms * arms
+        return FEWEST_SIMULATIONS, min(all_trials, trials)
+    return min(SIMULATIONS, MOST_EVENTS // events), all_trials
+
+
+def _events(spec: SweepSpec, trials: int) -> int:
+    """How often so many trials are looked at, about: where some are pruned, most end at their first rung."""
+    match spec.pruner:
+        case MedianPruner(startup_trials=startup) if _prunes(spec):
+            whole = min(trials, len(spec.arms) * startup)
+            return whole * (1 + len(rungs_of(spec, 0))) + 3 * (trials - whole)
         case SuccessiveHalving() | Hyperband():
-            return 3
-    return 1
+            return 3 * trials
+    return trials
 
 
 def band(values: Sequence[float]) -> Band:
@@ -201,6 +225,18 @@ class _Run:
     """Whether budget.wall_s ended it."""
 
 
+@dataclass
+class _Sum:
+    """Over some trials."""
+
+    trials: int = 0
+    busy_s: float = 0.0
+    epochs: float = 0.0
+
+    def add(self, busy_s: float, epochs: int) -> None:
+        self.trials, self.busy_s, self.epochs = self.trials + 1, self.busy_s + busy_s, self.epochs + epochs
+
+
 class _Race:
     """One simulation."""
 
@@ -232,20 +268,27 @@ class _Race:
         self._complete = [0] * len(spec.arms)
 
     def run(self, trials: int, slots: int, start_s: float) -> _Run:
-        """Of so many trials, which stand for the others of a very large sweep."""
+        """Of the first so many trials; the others are like the later half of those."""
         spec = self._spec
-        times = spec.budget.trials / trials
-        until = start_s + max(0.0, (spec.budget.wall_s or math.inf) - start_s) / times
+        until = spec.budget.wall_s or math.inf
+        start_s = min(start_s, until)
         waiting = iter(range(trials))
         running: list[tuple[float, int, int]] = []
         """(when it comes to its next rung, trial, which one that is)"""
         state: dict[int, _Running] = {}
-        busy, done, wall = 0.0, 0, start_s
+        late_from = trials // 2 // len(spec.arms) * len(spec.arms) if _prunes(spec) else 0
+        all_of, late_of = _Sum(), _Sum()
+        wall = start_s
 
         def begin(at: float) -> None:
             if (number := next(waiting, None)) is not None and at < until:
                 state[number] = one = self._begun(number, at)
                 heapq.heappush(running, (one.reaches(one.next_check), number, one.next_check))
+
+        def end(number: int, busy_s: float, epochs: int) -> None:
+            for each in (all_of, late_of) if number >= late_from else (all_of,):
+                each.add(busy_s, epochs)
+            del state[number]
 
         for _ in range(min(slots, trials)):
             begin(start_s)
@@ -254,27 +297,36 @@ class _Race:
             one = state[number]
             if at >= until:
                 wall = until
-                busy += max(0.0, until - one.began)
-                done += one.epochs_until(until)
+                end(number, max(0.0, until - one.began), one.epochs_until(until))
                 continue
-            if epoch < spec.training.epochs and not self._is_pruned(number, epoch, one):
+            if 0 < epoch < spec.training.epochs and not self._is_pruned(number, epoch, one):
                 one.passed(epoch)
                 heapq.heappush(running, (one.reaches(one.next_check), number, one.next_check))
                 continue
             if epoch == spec.training.epochs:
                 self._has_completed(number)
-            del state[number]
-            busy, done, wall = busy + at - one.began, done + epoch, max(wall, at)
+            wall = max(wall, at)
+            end(number, at - one.began, epoch)
             begin(at)
-        return _Run(start_s + (wall - start_s) * times, busy * times, done * times, wall >= until)
+        if wall >= until:
+            return _Run(wall, all_of.busy_s, all_of.epochs, True)
+        more = (spec.budget.trials - trials) / max(1, late_of.trials)
+        longer_s = more * late_of.busy_s / slots
+        part = min(1.0, (until - wall) / longer_s) if longer_s else 1.0
+        return _Run(
+            wall + part * longer_s,
+            all_of.busy_s + part * more * late_of.busy_s,
+            all_of.epochs + part * more * late_of.epochs,
+            part < 1,
+        )
 
     def _begun(self, number: int, at: float) -> "_Running":
         load, spec = self._loads[number % len(self._loads)], self._spec
         factor = self._factor * math.exp(self._overheads.uneven * self._rng.gauss(0, 1))
         epochs = spec.training.epochs
         # Averaging begins once the loss stalls, which most short trainings never come to.
-        averaged_from = epochs + 1
-        if load.averaging_from <= epochs:
+        averaged_from = min(load.averaging_from, epochs + 1)
+        if 1 < averaged_from <= epochs:
             averaged_from = self._rng.randint(load.averaging_from, epochs + 1)
         return _Running(
             began=at,
@@ -283,7 +335,7 @@ class _Race:
             averaged_s=load.averaged_s * factor,
             averaged_from=averaged_from,
             quality=self._rng.random(),
-            checks=self._checks[bracket_of(spec, spec.draw_of(number))],
+            checks=[0] if load.fails else self._checks[bracket_of(spec, spec.draw_of(number))],
         )
 
     def _is_pruned(self, number: int, epoch: int, one: "_Running") -> bool:
@@ -318,7 +370,7 @@ class _Running:
     averaged_from: int
     quality: float
     checks: Sequence[int]
-    """Epochs after which it may end, the last one among them."""
+    """Epochs after which it may end, the last one among them; 0 alone where it fails at once."""
 
     @property
     def next_check(self) -> int:

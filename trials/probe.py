@@ -26,10 +26,12 @@ import psutil
 
 from models.config import AWDLSTMConfig
 from trials.corpora import Corpus, CorpusError
+from trials.cpus import usable_cpus
 from trials.encoded import load_encoded, text_digests
 from trials.memory import NotEnoughMemory, peak_bytes, require_memory, total_bytes
 from trials.spec import TrialConfig
 from trials.steps import (
+    EXIT_CORPUS,
     PROBE,
     PROBE_ORDER,
     Probe,
@@ -74,11 +76,17 @@ def probe(order: ProbeOrder, data_dir: Path, scratch: Path) -> Probe:
         vocabulary_size=len(corpus.vocabulary),
         start_s=encode_s + max((one.start_s for one in found), default=0.0),
         took_s=time.monotonic() - began,
-        share=fmean(one.share for one in found) if found else 1.0,
+        share=min(1.0, fmean(one.share for one in found) / _share_alone(order)) if found else 1.0,
         memory_bytes=found[0].memory_bytes if found else None,
         timed=tuple(one for one in timed if one is not None),
-        not_timed=(*left_out, *refused),
+        not_timed=tuple(dict.fromkeys((*left_out, *refused))),
+        is_of_the_moment=bool(left_out),
     )
+
+
+def _share_alone(order: ProbeOrder) -> float:
+    """Of a core that each process has where there is nobody else: trials of less than a CPU share some."""
+    return min(1.0, usable_cpus() / order.processes)
 
 
 def _that_fit(order: ProbeOrder, vocabulary_size: int) -> tuple[list[TrialConfig], list[str]]:
@@ -331,7 +339,11 @@ def main() -> int:
     order = PROBE_ORDER.validate_json(sys.stdin.buffer.read())
     try:
         found = probe(order, data_dir, scratch)
-    except (CorpusError, RuntimeError) as error:
+    except CorpusError as error:
+        print(error.pointer)
+        print(error, file=sys.stderr)
+        return EXIT_CORPUS
+    except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
     sys.stdout.buffer.write(PROBE.dump_json(found))

@@ -9,8 +9,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import zip_longest
-from statistics import fmean, median, pstdev
+from statistics import NormalDist, fmean, median, pstdev
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -23,6 +24,9 @@ MOST_POINTS = 12
 MOST_POINTS_OF_A_KIND = 4
 MOST_KINDS = 6
 """Each takes a second or more of a probe."""
+
+EXIT_CORPUS = 65  # EX_DATAERR
+"""Of a probe whose text cannot be used: it prints the pointer to the field of the corpus that is at fault."""
 
 TYPICAL_VOCABULARY = 10_000
 """Word types, where only an order is asked for."""
@@ -73,12 +77,15 @@ class Probe:
     """Until torch and the corpus were loaded, in each of the processes at once."""
     took_s: float
     share: float
-    """Of the time in which its processes wanted a core, that in which they had one: others had the rest."""
+    """Of the time of the cores that its processes wanted, and would have had alone, that which they had:
+    others had the rest."""
     memory_bytes: float | None
     """Of the device, where it is a GPU."""
     timed: tuple[Timed, ...]
     not_timed: tuple[str, ...] = ()
     """What was left out, and why."""
+    is_of_the_moment: bool = False
+    """Whether something was left out for memory that others had: a minute later it may be free."""
 
 
 PROBE_ORDER: TypeAdapter[ProbeOrder] = TypeAdapter(ProbeOrder)
@@ -237,7 +244,7 @@ class StepTimes:
         if steps < 1:
             return None
         bptt = config.training.bptt
-        length = bptt if config.training.windows == "fixed" else 0.975 * bptt  # one in twenty is half as long
+        length = bptt if config.training.windows == "fixed" else mean_random_length(bptt)
         windows = max(1.0, steps / length)
         training = windows * self._step_s(timed, steps / windows)
         like = min(self.probe.timed, key=lambda other: _distance(timed, other.config, self._vocabulary))
@@ -273,6 +280,18 @@ class StepTimes:
     def _rate(self, kind: TrialConfig, batch_size: int, length: float) -> float:
         """Seconds of a step by the operations of a token."""
         return self._lines[kind].step_s(batch_size, length) / operations(kind, self._vocabulary)
+
+
+@lru_cache(maxsize=1024)
+def mean_random_length(bptt: int) -> float:
+    """Of the windows that `trials.training` draws: the sum of the chances that one has so many steps."""
+    return 0.95 * _mean_length(bptt) + 0.05 * _mean_length(bptt / 2)
+
+
+def _mean_length(base: float) -> float:
+    lengths = NormalDist(base, 5.0)
+    sure = max(5, int(base - 40))
+    return sure + sum(1 - lengths.cdf(length) for length in range(sure + 1, int(base + 10) + 1))
 
 
 def evaluated_columns(tokens: int) -> int:
