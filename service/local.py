@@ -32,7 +32,7 @@ from trials.generation import generate
 from trials.memory import require_memory
 from trials.perplexity import perplexity
 from trials.spec import TrainingConfig, TrialConfig, merged
-from trials.store import CorruptCheckpoint, sha256_of
+from trials.store import CorruptCheckpoint
 from trials.tasks import Task
 from trials.training import Diverged, Training
 
@@ -92,8 +92,10 @@ class Evaluation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Without infinity: JSON has none."""
-        document = {**asdict(self), "perplexity": self.perplexity if math.isfinite(self.perplexity) else None}
+        """Without infinity and NaN: JSON has none."""
+        document = {**asdict(self), "perplexity": self.perplexity}
+        for name in ("loss", "perplexity"):
+            document[name] = document[name] if math.isfinite(document[name]) else None
         if (look := document.pop("test_look")) is not None:
             document["test_look"] = {name: look[name] for name in ("before", "checkpoints", "log")}
         return document
@@ -118,9 +120,15 @@ def evaluate_file(
         raise CommandFailed(f"a split is one of {', '.join(SPLITS)}; found {split!r}")
     checkpoint = read_checkpoint(file)
     model = rebuild(checkpoint).to(usable_device(device))
-    source = parse_corpus_spec(other_corpus) if other_corpus else own_corpus(file, checkpoint)
+    source = own_corpus(file, checkpoint) if other_corpus is None else parse_corpus_spec(other_corpus)
     text = read_split(source, split, data_dir)
-    same = text.sha256 == checkpoint.config["corpus_sha256"].get(split)
+    trained_on = checkpoint.config["corpus_sha256"]
+    same = text.sha256 == trained_on.get(split)
+    if split != "test" and not same and text.sha256 == trained_on.get("test"):
+        raise CommandFailed(
+            f"what is given as the {split} split is the test split of the training run, by its digest: "
+            "--split test looks at it, and logs that"
+        )
     limit = f"{split}_tokens"
     use = checkpoint.config["corpus"].get(limit) if same and limit not in (other_corpus or {}) else None
     looked = None
@@ -135,7 +143,7 @@ def evaluate_file(
                 Look(
                     command=asked_by,
                     file=str(file),
-                    sha256=sha256_of(file),
+                    sha256=checkpoint.file_sha256,
                     corpus=source.model_dump(mode="json", exclude_none=True),
                     split_sha256=text.sha256,
                     tokens=len(ids) - 1,
@@ -203,6 +211,8 @@ def generate_text(
 ) -> GeneratedText:
     """Go on from a prompt that stands at the start of a line; one that ends in a newline ends its line.
 
+    Where the vocabulary has no end of a line, the prompt is the beginning of all.
+
     Raises CommandFailed.
     """
     checkpoint = read_checkpoint(file)
@@ -210,7 +220,12 @@ def generate_text(
     model = rebuild(checkpoint).to(usable_device(device))
     try:
         prompt.encode()
-        said = [EOS, *prompt.replace("\n", f" {EOS} ").split()]
+        if EOS in vocabulary.index:
+            said = [EOS, *prompt.replace("\n", f" {EOS} ").split()]
+        elif not (said := prompt.split()):
+            raise CommandFailed(
+                f"{file} is of a text without ends of lines to begin with: give --prompt WORDS"
+            )
         ids, _ = vocabulary.encode(said)
         without = [] if unk else [vocabulary.index[UNK]] if UNK in vocabulary.index else []
     except ValueError as error:
@@ -224,7 +239,15 @@ def generate_text(
         for word in said
         if word not in vocabulary.index
     }
-    return GeneratedText((vocabulary.tokens[each] for each in found), unknown)
+
+    def drawn() -> Iterator[str]:
+        try:
+            for each in found:
+                yield vocabulary.tokens[each]
+        except ValueError as error:
+            raise CommandFailed(f"{file}: {error}") from error
+
+    return GeneratedText(drawn(), unknown)
 
 
 def read_checkpoint(file: Path) -> BestCheckpoint:
@@ -336,14 +359,14 @@ def finetune_file(
     rebuild(checkpoint)  # what does not fit together is found before anything is written
     number = checkpoint.config.get("finetunings", 0) + 1
     start = replace(checkpoint, config={**checkpoint.config, "finetunings": number})
-    corpus_spec = _moved(checkpoint, other_corpus) if other_corpus else own_corpus(file, checkpoint)
+    corpus_spec = own_corpus(file, checkpoint) if other_corpus is None else _moved(checkpoint, other_corpus)
     task = _finetuning(start, values, corpus_spec, seed, usable_device(device))
     print(described(task))
     corpus = load(task.corpus, data_dir)
     if corpus.vocabulary != checkpoint.vocabulary or corpus.sha256 != checkpoint.config["corpus_sha256"]:
         raise CommandFailed(
-            f"fine-tuning goes on with the text of the training run, but that has changed since {file} was "
-            "written: restore it, or say where it is with --corpus FOLDER"
+            f"fine-tuning goes on with the text of the training run, and {_place(task.corpus)} holds another, "
+            f"or has changed since {file} was written: restore it, or say where it is with --corpus FOLDER"
         )
     try:
         _train(task, corpus, out, start)
@@ -364,6 +387,10 @@ def described(task: Task) -> str:
         f"{section}: " + ", ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
         for section, values in sections.items()
     )
+
+
+def _place(corpus: CorpusSpec) -> str:
+    return corpus.path if isinstance(corpus, PathCorpus) else corpus.name
 
 
 def _moved(checkpoint: BestCheckpoint, place: dict[str, Any]) -> CorpusSpec:

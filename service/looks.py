@@ -107,10 +107,10 @@ class LookLog:
 
 
 def _same_split(log: int, split_sha256: str) -> list[str]:
-    """Which checkpoint each earlier look at this split was of; a line that a crash has cut off is none."""
+    """Which checkpoint each earlier look at this split was of; a line that cannot be read is none."""
     found = []
     for line in os.pread(log, os.fstat(log).st_size, 0).splitlines():
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             look = json.loads(line)
             if look["split_sha256"] == split_sha256:
                 found.append(str(look["sha256"]))
