@@ -365,8 +365,9 @@ def finetune_file(
     corpus = load(task.corpus, data_dir)
     if corpus.vocabulary != checkpoint.vocabulary or corpus.sha256 != checkpoint.config["corpus_sha256"]:
         raise CommandFailed(
-            f"fine-tuning goes on with the text of the training run, and {_place(task.corpus)} holds another, "
-            f"or has changed since {file} was written: restore it, or say where it is with --corpus FOLDER"
+            f"fine-tuning goes on with the text of the training run, and {_place(task.corpus)} holds "
+            f"another, or has changed since {file} was written: restore it, or say where it is with "
+            "--corpus FOLDER"
         )
     try:
         _train(task, corpus, out, start)

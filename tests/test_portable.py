@@ -175,6 +175,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         train = write_corpus(Path("ptb"), tokens=1_500) / "train.txt"
         train.write_text("the " + train.read_text())  # the page's prompt
+        valid = Path("ptb", "valid.txt")
+        text = valid.read_text().replace(" ", "\r", 3)  # of which none ends a line
+        valid.write_bytes(f"\ufeff{text}".encode())
         sizes = ["--embedding-size", "12", "--hidden-size", "16", "--layers", "2"]
         averaged = ["--set", "training.averaging=from-start"]
         assert (
