@@ -4,7 +4,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from service.progress import ProgressDisplay, of_training
 from service.texts import load, parse_corpus_spec, parse_strictly, read_split
 from trials.attempt import best_checkpoint, is_out_of_memory, require_finite
 from trials.checkpoints import BestCheckpoint, read_best, rebuilt, write_best
-from trials.corpora import EOS, SPLITS, UNK, Corpus, CorpusSpec, PathCorpus, Split
+from trials.corpora import EOS, PUBLISHED, SPLITS, UNK, Corpus, CorpusSpec, PathCorpus, Split
 from trials.evaluation import evaluate as loss_of
 from trials.evaluation import evaluate_mc
 from trials.generation import generate
@@ -124,10 +124,11 @@ def evaluate_file(
     text = read_split(source, split, data_dir)
     trained_on = checkpoint.config["corpus_sha256"]
     same = text.sha256 == trained_on.get(split)
-    if split != "test" and not same and text.sha256 == trained_on.get("test"):
+    whose = _whose_test_split(text.sha256, trained_on)
+    if split != "test" and whose and not same:
         raise CommandFailed(
-            f"what is given as the {split} split is the test split of the training run, by its digest: "
-            "--split test looks at it, and logs that"
+            f"what is given as the {split} split is the test split of {whose}, by its digest: name it "
+            "test.txt, and --split test looks at it, and logs that"
         )
     limit = f"{split}_tokens"
     use = checkpoint.config["corpus"].get(limit) if same and limit not in (other_corpus or {}) else None
@@ -166,6 +167,13 @@ def evaluate_file(
         mc_masks=mc_masks,
         test_look=looked,
     )
+
+
+def _whose_test_split(sha256: str, trained_on: Mapping[str, str]) -> str | None:
+    known = {each.sha256["test"]: name for name, each in PUBLISHED.items()}
+    if "test" in trained_on:
+        known[trained_on["test"]] = "the training run"
+    return known.get(sha256)
 
 
 def own_corpus(file: Path, checkpoint: BestCheckpoint) -> CorpusSpec:
@@ -304,6 +312,8 @@ def train_and_save(
             raise CommandFailed(
                 f"/{name}: unknown; a training run has values of corpus, {', '.join(sections)}"
             )
+    if test:
+        LookLog(data_dir).require_writable()
     config = parse_strictly(TrialConfig, {**sections, **values})
     source = parse_corpus_spec(corpus_values)
     task = _task(config, source, seed, usable_device(device))
@@ -333,6 +343,8 @@ def finetune_and_save(
     test: bool = False,
 ) -> None:
     """Fine-tune a checkpoint, `times` in a row, and evaluate the outcome. Raises CommandFailed."""
+    if test:
+        LookLog(data_dir).require_writable()
     for number in range(1, times + 1):
         print(f"fine-tuning, {number} of {times}")
         finetune_file(file if number == 1 else out, out, values, seed, device, data_dir, other_corpus)
@@ -398,6 +410,10 @@ def _moved(checkpoint: BestCheckpoint, place: dict[str, Any]) -> CorpusSpec:
     """The checkpoint's corpus from another place: what is used of the text stays. Raises CommandFailed."""
     own = checkpoint.config["corpus"]
     options = {name: value for name, value in own.items() if name not in {"name", "path"}}
+    if others := [name for name in place if name in options and place[name] != options[name]]:
+        raise CommandFailed(
+            f"fine-tuning uses of the text what training used of it: leave out {', '.join(others)}"
+        )
     return parse_corpus_spec({**options, **place})
 
 

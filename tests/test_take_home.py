@@ -25,7 +25,7 @@ from service.looks import LOG, Look, LookLog
 from service.measure import load_model, look_at, losses
 from tests.service_process import write_corpus
 from trials.checkpoints import read_best, write_best
-from trials.corpora import EOS, PathCorpus, load_corpus
+from trials.corpora import EOS, PUBLISHED, PathCorpus, load_corpus
 from trials.evaluation import evaluate
 from trials.perplexity import perplexity
 from trials.store import pack, unpack, write_whole
@@ -180,6 +180,16 @@ def test_a_corpus_that_says_nothing_is_not_taken_for_the_own_one(
     assert (result.exit_code, said in result.stderr) == (1, True), result.output
     assert "perplexity" not in result.stdout
     assert not Path("finetuned.tar").exists()
+
+
+def test_fine_tuning_uses_of_the_text_what_training_used(taken_home: Path) -> None:
+    """Else losses over other words would be compared with the recorded one, and the better one kept."""
+    for name, given in (("valid_tokens", 100), ("train_tokens", None), ("vocabulary_size", 1_000)):
+        result = run("finetune", "best.tar", "--corpus", json.dumps({"path": "here", name: given}))
+        assert (result.exit_code, f"leave out {name}" in result.stderr) == (1, True), result.output
+        assert not Path("finetuned.tar").exists()
+    same = json.dumps({"path": "here", "valid_tokens": 500})
+    assert run("finetune", "best.tar", "--corpus", same, "--set", "training.epochs=1").exit_code == 0
 
 
 # What is written.
@@ -384,6 +394,21 @@ def test_a_test_split_under_another_name_is_not_looked_at(best: str, elsewhere: 
     assert len(logged()) == 1
 
 
+def test_a_published_test_split_under_another_name_is_not_looked_at(
+    best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a model of another text: the digest tells."""
+    text = b"w01 w02\nw03 w04\n"
+    digest = hashlib.sha256(text).hexdigest()
+    published = replace(PUBLISHED["ptb"], sha256={**PUBLISHED["ptb"].sha256, "test": digest})
+    Path("renamed").mkdir()
+    Path("renamed/valid.txt").write_bytes(text)
+    assert run("evaluate", best, "--corpus", "renamed").exit_code == 0
+    monkeypatch.setitem(PUBLISHED, "ptb", published)
+    result = run("evaluate", best, "--corpus", "renamed")
+    assert (result.exit_code, "is the test split of ptb" in result.stderr) == (1, True), result.stderr
+
+
 def test_where_training_itself_was_given_one_text_twice_that_is_its_validation_split() -> None:
     """Else what training showed after each epoch could not be shown again."""
     folder = write_corpus(Path("twice"), tokens=1_500)
@@ -433,6 +458,18 @@ def test_what_cannot_be_logged_is_not_shown(best: str, make: Callable[[], None],
     result = run(*command)
     assert (result.exit_code, "is shown only once it is written to" in result.stderr) == (1, True)
     assert not re.search(r"test: |\"loss\"|look \d", result.stdout)
+
+
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_that_a_look_could_not_be_logged_is_found_before_anything_is_trained(
+    best: str, elsewhere: Path, command: str
+) -> None:
+    a_folder()
+    own = ["--corpus", str(elsewhere / "text"), *SIZES, *SMALL] if command == "train" else [best]
+    result = run(command, *own, "--test", "--out", "new.tar")
+    assert (result.exit_code, "is shown only once it is written to" in result.stderr) == (1, True)
+    assert result.stdout == ""
+    assert not Path("new.tar").exists()
 
 
 LOOK = Look("evaluate --split test", "a.tar", "ab", {"name": "sotu"}, "cd", 10)
