@@ -268,7 +268,9 @@ def read_checkpoint(file: Path) -> BestCheckpoint:
         parse_strictly(_Config, checkpoint.config)
         parse_strictly(_Metrics, checkpoint.metrics)
     except CommandFailed as error:
-        raise CommandFailed(f"{file} was not written by this program: {error}") from error
+        raise CommandFailed(
+            f"{file} was not written by this program, or by a later version of it: {error}"
+        ) from error
     return checkpoint
 
 
@@ -409,8 +411,9 @@ def _place(corpus: CorpusSpec) -> str:
 def _moved(checkpoint: BestCheckpoint, place: dict[str, Any]) -> CorpusSpec:
     """The checkpoint's corpus from another place: what is used of the text stays. Raises CommandFailed."""
     own = checkpoint.config["corpus"]
-    options = {name: value for name, value in own.items() if name not in {"name", "path"}}
-    if others := [name for name in place if name in options and place[name] != options[name]]:
+    where = {"name", "path"}
+    options = {name: value for name, value in own.items() if name not in where}
+    if others := [name for name in place if name not in where and place[name] != options.get(name)]:
         raise CommandFailed(
             f"fine-tuning uses of the text what training used of it: leave out {', '.join(others)}"
         )
