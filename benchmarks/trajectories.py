@@ -1,7 +1,7 @@
 """Perplexity by epoch of small models for several kappas and seeds; beside the released code's on wt2mini.
 
-    .venv/bin/python benchmarks/trajectories.py wt2mini --vocabulary all --released
-    .venv/bin/python benchmarks/trajectories.py ptb --kappas 0,0.1
+    .venv/bin/python benchmarks/trajectories.py wt2mini --vocabulary all --released --test
+    .venv/bin/python benchmarks/trajectories.py ptb --kappas 0,0.1 --test
 
 wt2mini are 200,071, 20,100 and 20,134 tokens of WikiText-2, a directory as any corpus. One layer, E = 64,
 batch 20, bptt 70, dropout .4/.25/.4/.1/.5, lr 30, no averaging; one CPU thread a run.
@@ -9,7 +9,9 @@ Prints Markdown.
 """
 
 import argparse
+import hashlib
 import itertools
+import math
 import platform
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,12 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+import safetensors.torch
 import torch
 
 from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
-from trials.corpora import PathCorpus, load_corpus
+from service.looks import Look, LookLog
+from service.options import DEFAULT_DATA_DIR
+from trials.corpora import Corpus, PathCorpus, load_corpus
 from trials.evaluation import evaluate
 from trials.perplexity import perplexity
 from trials.spec import TrainingConfig
@@ -72,6 +77,8 @@ class Run:
     kappa: float
     seed: int
     epochs: int
+    test_log: Path | None = None
+    """Data directory whose log has the look at the test split; None: the test split is not looked at."""
 
 
 def train(run: Run) -> tuple[Run, Trajectory]:
@@ -93,7 +100,22 @@ def train(run: Run) -> tuple[Run, Trajectory]:
             best.load_state_dict(training.weights_to_use())
     valid = tuple(result.valid_perplexity for result in training.history)
     trained = tuple(perplexity(result.train_loss) for result in training.history)
-    return run, Trajectory(valid, trained, min(valid), perplexity(evaluate(best, corpus.test)))
+    return run, Trajectory(valid, trained, min(valid), test_perplexity(run, best, corpus))
+
+
+def test_perplexity(run: Run, model: AWDLSTM, corpus: Corpus) -> float:
+    """NaN where nobody asked for it."""
+    if run.test_log is None:
+        return math.nan
+    look = Look(
+        command="benchmarks/trajectories.py --test",
+        file=f"kappa {run.kappa:g}, seed {run.seed}",
+        sha256=hashlib.sha256(safetensors.torch.save(model.state_dict())).hexdigest(),
+        corpus=run.corpus.model_dump(mode="json", exclude_none=True),
+        split_sha256=corpus.sha256["test"],
+        tokens=len(corpus.test) - 1,
+    )
+    return perplexity(LookLog(run.test_log).test_loss(look, lambda: evaluate(model, corpus.test)).loss)
 
 
 def mean(trajectories: Sequence[Trajectory]) -> Trajectory:
@@ -116,7 +138,8 @@ def rows(kappa: float, trajectories: Sequence[Trajectory], released: Trajectory 
 def row(kappa: str, whose: str, each: Trajectory, spread: str = "") -> str:
     valid = " ".join(f"{value:.1f}" for value in each.valid)
     trained = " ".join(f"{value:.0f}" for value in each.train)
-    return f"| {kappa} | {whose} | {valid} | {each.best:.1f}{spread} | {each.test:.1f} | {trained} |"
+    test = "–" if math.isnan(each.test) else f"{each.test:.1f}"
+    return f"| {kappa} | {whose} | {valid} | {each.best:.1f}{spread} | {test} | {trained} |"
 
 
 def verdicts(kappa: float, ours: Trajectory, released: Trajectory) -> Iterator[str]:
@@ -145,11 +168,13 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument(
         "--released", action="store_true", help="beside the released code's numbers on wt2mini"
     )
+    parser.add_argument("--test", action="store_true", help="also by the test split; each look is logged")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DATA_DIR, help="where that log is")
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args(arguments)
     corpus = PathCorpus(path=str(given.corpus.resolve()), vocabulary=given.vocabulary)
     runs = [
-        Run(corpus, kappa, int(seed), given.epochs)
+        Run(corpus, kappa, int(seed), given.epochs, given.data_dir if given.test else None)
         for seed, kappa in itertools.product(given.seeds, given.kappas)
     ]
     began = time.monotonic()

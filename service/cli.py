@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -56,6 +57,7 @@ class Commands(TyperGroup):
     """Expected errors end a command with a line or two on standard error and the exit code of their kind."""
 
     def invoke(self, ctx: Any) -> Any:
+        _print_whatever_there_is()
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -72,6 +74,12 @@ class Commands(TyperGroup):
         except OSError as error:
             complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
             raise typer.Exit(1) from error
+
+
+def _print_whatever_there_is() -> None:
+    """Signs that a terminal does not have are escaped, as on standard error: no command ends for them."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 app = typer.Typer(
@@ -583,7 +591,7 @@ def evaluate(
     result = evaluate_file(
         file,
         split,
-        parse_corpus(corpus) if corpus else None,
+        parse_corpus(corpus) if corpus is not None else None,
         data_dir,
         mc_masks=mc,
         seed=seed,
@@ -712,7 +720,10 @@ def finetune(
     from service.local import finetune_and_save
 
     require_usable(out, force)
-    options: dict[str, Any] = {"other_corpus": parse_corpus(corpus) if corpus else None, "test": test}
+    options: dict[str, Any] = {
+        "other_corpus": parse_corpus(corpus) if corpus is not None else None,
+        "test": test,
+    }
     finetune_and_save(file, with_overrides({}, overrides), times, seed, device, out, data_dir, **options)
 
 
@@ -827,7 +838,7 @@ def reproduce(
         _list_tables()
         return
     declared, size = get_table(table), get_scale(scale)
-    body = build_spec(declared, size, parse_corpus(corpus) if corpus else None, seeds)
+    body = build_spec(declared, size, parse_corpus(corpus) if corpus is not None else None, seeds)
     folder = out or Path("reproductions") / f"{declared.name}-{size}"
     raise typer.Exit(run_reproduction(declared, size, with_overrides(body, overrides), folder, data_dir))
 

@@ -118,14 +118,14 @@ def _export_model(
 
     if form is FormatName.onnx:
         path = Path(out or f"{file.stem}.onnx")
-        require_usable(path, force)
+        require_usable(path, force, file)
         said = export_onnx(file, path)
     else:
         path = Path(out or f"{file.stem}.pt")
         if path == sidecar(path):
             raise typer.BadParameter(f"{path} is where the vocabulary goes: name the state_dict otherwise")
         for each in (path, sidecar(path)):
-            require_usable(each, force)
+            require_usable(each, force, file)
         said = export_state_dict(file, path)
     print(said)
 

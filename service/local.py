@@ -4,7 +4,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,14 +25,14 @@ from service.progress import ProgressDisplay, of_training
 from service.texts import load, parse_corpus_spec, parse_strictly, read_split
 from trials.attempt import best_checkpoint, is_out_of_memory, require_finite
 from trials.checkpoints import BestCheckpoint, read_best, rebuilt, write_best
-from trials.corpora import EOS, SPLITS, UNK, Corpus, CorpusSpec, PathCorpus, Split
+from trials.corpora import EOS, PUBLISHED, SPLITS, UNK, Corpus, CorpusSpec, PathCorpus, Split
 from trials.evaluation import evaluate as loss_of
 from trials.evaluation import evaluate_mc
 from trials.generation import generate
 from trials.memory import require_memory
 from trials.perplexity import perplexity
 from trials.spec import TrainingConfig, TrialConfig, merged
-from trials.store import CorruptCheckpoint, sha256_of
+from trials.store import CorruptCheckpoint
 from trials.tasks import Task
 from trials.training import Diverged, Training
 
@@ -92,8 +92,10 @@ class Evaluation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Without infinity: JSON has none."""
-        document = {**asdict(self), "perplexity": self.perplexity if math.isfinite(self.perplexity) else None}
+        """Without infinity and NaN: JSON has none."""
+        document = {**asdict(self), "perplexity": self.perplexity}
+        for name in ("loss", "perplexity"):
+            document[name] = document[name] if math.isfinite(document[name]) else None
         if (look := document.pop("test_look")) is not None:
             document["test_look"] = {name: look[name] for name in ("before", "checkpoints", "log")}
         return document
@@ -118,9 +120,16 @@ def evaluate_file(
         raise CommandFailed(f"a split is one of {', '.join(SPLITS)}; found {split!r}")
     checkpoint = read_checkpoint(file)
     model = rebuild(checkpoint).to(usable_device(device))
-    source = parse_corpus_spec(other_corpus) if other_corpus else own_corpus(file, checkpoint)
+    source = own_corpus(file, checkpoint) if other_corpus is None else parse_corpus_spec(other_corpus)
     text = read_split(source, split, data_dir)
-    same = text.sha256 == checkpoint.config["corpus_sha256"].get(split)
+    trained_on = checkpoint.config["corpus_sha256"]
+    same = text.sha256 == trained_on.get(split)
+    whose = _whose_test_split(text.sha256, trained_on)
+    if split != "test" and whose and not same:
+        raise CommandFailed(
+            f"what is given as the {split} split is the test split of {whose}, by its digest: name it "
+            "test.txt, and --split test looks at it, and logs that"
+        )
     limit = f"{split}_tokens"
     use = checkpoint.config["corpus"].get(limit) if same and limit not in (other_corpus or {}) else None
     looked = None
@@ -135,7 +144,7 @@ def evaluate_file(
                 Look(
                     command=asked_by,
                     file=str(file),
-                    sha256=sha256_of(file),
+                    sha256=checkpoint.file_sha256,
                     corpus=source.model_dump(mode="json", exclude_none=True),
                     split_sha256=text.sha256,
                     tokens=len(ids) - 1,
@@ -158,6 +167,13 @@ def evaluate_file(
         mc_masks=mc_masks,
         test_look=looked,
     )
+
+
+def _whose_test_split(sha256: str, trained_on: Mapping[str, str]) -> str | None:
+    known = {each.sha256["test"]: name for name, each in PUBLISHED.items()}
+    if "test" in trained_on:
+        known[trained_on["test"]] = "the training run"
+    return known.get(sha256)
 
 
 def own_corpus(file: Path, checkpoint: BestCheckpoint) -> CorpusSpec:
@@ -203,6 +219,8 @@ def generate_text(
 ) -> GeneratedText:
     """Go on from a prompt that stands at the start of a line; one that ends in a newline ends its line.
 
+    Where the vocabulary has no end of a line, the prompt is the beginning of all.
+
     Raises CommandFailed.
     """
     checkpoint = read_checkpoint(file)
@@ -210,7 +228,12 @@ def generate_text(
     model = rebuild(checkpoint).to(usable_device(device))
     try:
         prompt.encode()
-        said = [EOS, *prompt.replace("\n", f" {EOS} ").split()]
+        if EOS in vocabulary.index:
+            said = [EOS, *prompt.replace("\n", f" {EOS} ").split()]
+        elif not (said := prompt.split()):
+            raise CommandFailed(
+                f"{file} is of a text without ends of lines to begin with: give --prompt WORDS"
+            )
         ids, _ = vocabulary.encode(said)
         without = [] if unk else [vocabulary.index[UNK]] if UNK in vocabulary.index else []
     except ValueError as error:
@@ -224,7 +247,15 @@ def generate_text(
         for word in said
         if word not in vocabulary.index
     }
-    return GeneratedText((vocabulary.tokens[each] for each in found), unknown)
+
+    def drawn() -> Iterator[str]:
+        try:
+            for each in found:
+                yield vocabulary.tokens[each]
+        except ValueError as error:
+            raise CommandFailed(f"{file}: {error}") from error
+
+    return GeneratedText(drawn(), unknown)
 
 
 def read_checkpoint(file: Path) -> BestCheckpoint:
@@ -237,7 +268,9 @@ def read_checkpoint(file: Path) -> BestCheckpoint:
         parse_strictly(_Config, checkpoint.config)
         parse_strictly(_Metrics, checkpoint.metrics)
     except CommandFailed as error:
-        raise CommandFailed(f"{file} was not written by this program: {error}") from error
+        raise CommandFailed(
+            f"{file} was not written by this program, or by a later version of it: {error}"
+        ) from error
     return checkpoint
 
 
@@ -281,6 +314,8 @@ def train_and_save(
             raise CommandFailed(
                 f"/{name}: unknown; a training run has values of corpus, {', '.join(sections)}"
             )
+    if test:
+        LookLog(data_dir).require_writable()
     config = parse_strictly(TrialConfig, {**sections, **values})
     source = parse_corpus_spec(corpus_values)
     task = _task(config, source, seed, usable_device(device))
@@ -310,6 +345,8 @@ def finetune_and_save(
     test: bool = False,
 ) -> None:
     """Fine-tune a checkpoint, `times` in a row, and evaluate the outcome. Raises CommandFailed."""
+    if test:
+        LookLog(data_dir).require_writable()
     for number in range(1, times + 1):
         print(f"fine-tuning, {number} of {times}")
         finetune_file(file if number == 1 else out, out, values, seed, device, data_dir, other_corpus)
@@ -336,14 +373,15 @@ def finetune_file(
     rebuild(checkpoint)  # what does not fit together is found before anything is written
     number = checkpoint.config.get("finetunings", 0) + 1
     start = replace(checkpoint, config={**checkpoint.config, "finetunings": number})
-    corpus_spec = _moved(checkpoint, other_corpus) if other_corpus else own_corpus(file, checkpoint)
+    corpus_spec = own_corpus(file, checkpoint) if other_corpus is None else _moved(checkpoint, other_corpus)
     task = _finetuning(start, values, corpus_spec, seed, usable_device(device))
     print(described(task))
     corpus = load(task.corpus, data_dir)
     if corpus.vocabulary != checkpoint.vocabulary or corpus.sha256 != checkpoint.config["corpus_sha256"]:
         raise CommandFailed(
-            f"fine-tuning goes on with the text of the training run, but that has changed since {file} was "
-            "written: restore it, or say where it is with --corpus FOLDER"
+            f"fine-tuning goes on with the text of the training run, and {_place(task.corpus)} holds "
+            f"another, or has changed since {file} was written: restore it, or say where it is with "
+            "--corpus FOLDER"
         )
     try:
         _train(task, corpus, out, start)
@@ -366,10 +404,19 @@ def described(task: Task) -> str:
     )
 
 
+def _place(corpus: CorpusSpec) -> str:
+    return corpus.path if isinstance(corpus, PathCorpus) else corpus.name
+
+
 def _moved(checkpoint: BestCheckpoint, place: dict[str, Any]) -> CorpusSpec:
     """The checkpoint's corpus from another place: what is used of the text stays. Raises CommandFailed."""
     own = checkpoint.config["corpus"]
-    options = {name: value for name, value in own.items() if name not in {"name", "path"}}
+    where = {"name", "path"}
+    options = {name: value for name, value in own.items() if name not in where}
+    if others := [name for name in place if name not in where and place[name] != options.get(name)]:
+        raise CommandFailed(
+            f"fine-tuning uses of the text what training used of it: leave out {', '.join(others)}"
+        )
     return parse_corpus_spec({**options, **place})
 
 

@@ -72,8 +72,7 @@ class LookLog:
 
         Raises CommandFailed where the log cannot be written: before anything is computed, if that is known.
         """
-        with self._open():
-            pass
+        self.require_writable()
         loss = compute()
         ppl = perplexity(loss)
         line = {
@@ -87,6 +86,11 @@ class LookLog:
             earlier = _same_split(log, look.split_sha256)
             _append(log, (json.dumps(line) + "\n").encode())
         return Looked(loss, len(earlier), len(set(earlier)), str(self.path))
+
+    def require_writable(self) -> None:
+        """For who has much to do before a look. Raises CommandFailed."""
+        with self._open():
+            pass
 
     @contextmanager
     def _open(self) -> Iterator[int]:
@@ -107,10 +111,10 @@ class LookLog:
 
 
 def _same_split(log: int, split_sha256: str) -> list[str]:
-    """Which checkpoint each earlier look at this split was of; a line that a crash has cut off is none."""
+    """Which checkpoint each earlier look at this split was of; a line that cannot be read is none."""
     found = []
     for line in os.pread(log, os.fstat(log).st_size, 0).splitlines():
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             look = json.loads(line)
             if look["split_sha256"] == split_sha256:
                 found.append(str(look["sha256"]))

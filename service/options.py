@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,17 +54,23 @@ def open_client(url: str, token_file: Path | None) -> "FraternalClient":
     return FraternalClient(url, token=read_token(token_file, os.environ))
 
 
-def require_usable(path: Path, force: bool) -> None:
-    """Whether a result may and can be written there, found before any work is done."""
+def require_usable(path: Path, force: bool, checkpoint: Path | None = None) -> None:
+    """Whether a result may and can be written there, found before any work is done.
+
+    A device is never replaced, nor is the checkpoint that the result is made of.
+    """
     if path.is_dir():
         raise CommandFailed(f"{path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise CommandFailed(f"{path} is no file that can be replaced; name another")
+    if checkpoint is not None and path.exists() and path.samefile(checkpoint):
+        raise CommandFailed(f"{path} is the checkpoint itself; name another file by --out")
     if path.exists() and not force:
         raise CommandFailed(f"{path} exists; name another file, or replace it with --force")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.with_name(path.name + ".probe")
-        probe.touch()
-        probe.unlink()
+        with TemporaryFile(dir=path.parent):
+            pass
     except OSError as error:
         raise CommandFailed(f"{path} cannot be written, {error.strerror}: name another file") from error
 

@@ -23,14 +23,14 @@ from service.errors import CommandFailed
 from service.local import read_checkpoint, rebuild
 from service.runs import missing_extra
 from trials.checkpoints import BestCheckpoint
-from trials.store import sha256_of, write_whole
+from trials.store import write_together, write_whole
 
 
 def export_onnx(file: Path, out: Path) -> str:
     """Write one ONNX file; what was written, in words. Raises CommandFailed, with nothing written."""
     checkpoint = read_checkpoint(file)
     model = rebuild(checkpoint)
-    told = facts(file, checkpoint)
+    told = facts(checkpoint)
     metadata = {
         "vocabulary": checkpoint.vocabulary.to_text(),
         **{name: value if isinstance(value, str) else json.dumps(value) for name, value in told.items()},
@@ -68,12 +68,11 @@ def export_state_dict(file: Path, out: Path) -> str:
             "widths": widths(model),
             "tied": model.config.tied,
         },
-        **facts(file, checkpoint),
+        **facts(checkpoint),
         "state_dict_sha256": hashlib.sha256(content).hexdigest(),
         "vocabulary": checkpoint.vocabulary.tokens,
     }
-    write_whole(sidecar(out), (json.dumps(document, indent=1) + "\n").encode())
-    write_whole(out, content)
+    write_together({sidecar(out): (json.dumps(document, indent=1) + "\n").encode(), out: content})
     return f"{_said(out, content, parity)}\n{sidecar(out)}  vocabulary, config and widths of {out.name}"
 
 
@@ -81,12 +80,12 @@ def sidecar(out: Path) -> Path:
     return out.with_suffix(".json")
 
 
-def facts(file: Path, checkpoint: BestCheckpoint) -> dict[str, Any]:
+def facts(checkpoint: BestCheckpoint) -> dict[str, Any]:
     """What is to be known of a model, whatever the form it is in."""
     return {
         "config": checkpoint.config,
         "valid_loss": checkpoint.metrics["valid_loss"],
-        "checkpoint_sha256": sha256_of(file),
+        "checkpoint_sha256": checkpoint.file_sha256,
         "vocabulary_sha256": hashlib.sha256(checkpoint.vocabulary.to_text().encode()).hexdigest(),
     }
 

@@ -1,5 +1,6 @@
 """The laws of what is inside a checkpoint."""
 
+import hashlib
 import io
 import pickle
 from dataclasses import replace
@@ -48,6 +49,14 @@ def test_best_is_readable_from_an_open_file_too() -> None:
     assert found.metrics == BEST.metrics
 
 
+def test_best_knows_the_digest_of_the_bytes_that_it_was_read_from(tmp_path: Path) -> None:
+    """Of these, whatever lies there later; a pipe is read once."""
+    content = pack(BEST.files())
+    (tmp_path / "best.tar").write_bytes(content)
+    for file in (tmp_path / "best.tar", io.BytesIO(content)):
+        assert read_best(file).file_sha256 == hashlib.sha256(content).hexdigest()
+
+
 def test_best_holds_the_four_files_that_are_promised() -> None:
     assert list(BEST.files()) == ["model.safetensors", "config.json", "vocabulary.txt", "metrics.json"]
 
@@ -74,6 +83,13 @@ def test_best_with_a_bad_part_is_refused(name: str, content: bytes | None, tmp_p
         read_best(tmp_path / "best.tar")
 
 
+@pytest.mark.parametrize("name", ["config.json", "metrics.json"])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000])
+def test_best_that_is_nested_without_end_is_refused(name: str, content: bytes) -> None:
+    with pytest.raises(CorruptCheckpoint, match=f"{name} is nested too deeply"):
+        read_best(io.BytesIO(pack({**BEST.files(), name: content})))
+
+
 def read_last(file: BinaryIO) -> object:
     return unpack_state(unpack(file, "last"), "last")
 
@@ -93,6 +109,11 @@ def test_last_comes_back_to_the_last_bit() -> None:
     tensors, back = unpack_state(unpack(pack(pack_state(TENSORS, values)), "last"), "last")
     assert_equal_tensors(tensors, TENSORS)
     assert back == values
+
+
+def test_a_last_that_is_nested_without_end_is_damaged() -> None:
+    with pytest.raises(CorruptCheckpoint, match="no `last`"):
+        unpack_state({**pack_state(TENSORS, {}), "training.json": b"[" * 100_000}, "here")
 
 
 def test_best_is_no_last_and_last_is_no_best() -> None:

@@ -615,6 +615,19 @@ def test_failures_alike_in_a_row_pause_the_sweep_with_their_words(storage: BaseS
     assert "KeyError: 'weights'" in detail["reason"]
 
 
+def test_failures_alike_but_for_the_file_of_the_trial_are_alike(storage: BaseStorage) -> None:
+    """As of a store that can no longer be written."""
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(retry={"identical_failures": 2}), storage, journal)
+    for _ in range(2):
+        assert journal.orders.state == "running"
+        task = ledger.next_task()
+        assert task is not None
+        error = OSError(30, "Read-only file system", f"/store/t{task.number:05d}/best.tar.part")
+        ledger.record(task, failed("user_error", f"Traceback:\nOSError: {error}"))
+    assert journal.orders.state == "pausing"
+
+
 @pytest.mark.parametrize(
     ("classes", "messages"),
     [

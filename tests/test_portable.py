@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -174,6 +175,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         train = write_corpus(Path("ptb"), tokens=1_500) / "train.txt"
         train.write_text("the " + train.read_text())  # the page's prompt
+        valid = Path("ptb", "valid.txt")
+        text = valid.read_text().replace(" ", "\r", 3)  # of which none ends a line
+        valid.write_bytes(f"\ufeff{text}".encode())
         sizes = ["--embedding-size", "12", "--hidden-size", "16", "--layers", "2"]
         averaged = ["--set", "training.averaging=from-start"]
         assert (
@@ -262,7 +266,7 @@ def test_without_the_extra_the_line_that_installs_it_is_said(
         (["01ABC", "--format", "onnx"], 1, "`fraternal fetch SWEEP` gets a sweep's best one"),
         (["best.tar", "--format", "onnx", "--table", "trials"], 2, "leave out --table trials"),
         (["best.tar", "--format", "state-dict", "--out", "m.json"], 2, "name the state_dict otherwise"),
-        (["best.tar", "--format", "onnx", "--out", "best.tar"], 1, "best.tar exists"),
+        (["best.tar", "--format", "onnx", "--out", "best.tar"], 1, "best.tar is the checkpoint itself"),
         (["taken", "--format", "onnx"], 1, "is no checkpoint archive"),
     ],
 )
@@ -279,6 +283,56 @@ def test_a_file_beside_a_state_dict_is_not_replaced_unasked(best: Path) -> None:
     result = run("export", "best.tar", "--format", "state-dict")
     assert (result.exit_code, "best.json exists" in result.stderr) == (1, True)
     assert not Path("best.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["best.tar", "--format", "onnx", "--out", "best.tar"], "best.tar is the checkpoint itself"),
+        (["best.tar", "--format", "onnx", "--out", "link.tar"], "link.tar is the checkpoint itself"),
+        (["best.json", "--format", "state-dict"], "best.json is the checkpoint itself"),
+        (["best.tar", "--format", "onnx", "--out", "pipe"], "pipe is no file that can be replaced"),
+    ],
+)
+def test_a_checkpoint_is_not_replaced_by_what_is_made_of_it_nor_a_device_by_a_file(
+    best: Path, given: list[str], said: str
+) -> None:
+    content = best.read_bytes()
+    Path("best.json").write_bytes(content)
+    Path("link.tar").symlink_to("best.tar")
+    os.mkfifo("pipe")
+    result = run("export", *given, "--force")
+    assert (result.exit_code, said in result.stderr) == (1, True), result.stderr
+    assert best.read_bytes() == Path("best.json").read_bytes() == content
+    assert sorted(path.name for path in Path().iterdir()) == ["best.json", "best.tar", "link.tar", "pipe"]
+
+
+def test_looking_whether_a_file_can_be_written_touches_no_other(best: Path) -> None:
+    Path("best.onnx.probe").write_text("mine")
+    assert run("export", "best.tar", "--format", "onnx").exit_code == 0
+    assert Path("best.onnx.probe").read_text() == "mine"
+
+
+def test_of_a_state_dict_and_its_vocabulary_both_are_replaced_or_none(best: Path) -> None:
+    """By a disk on which the second of them has no room."""
+    for name in ("best.json", "best.pt"):
+        Path(name).write_text("as before")
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8_000,) * 2); "
+        "from service.cli import app; app()"
+    )
+    assert len(best.read_bytes()) > 9_000
+    command = [sys.executable, "-c", script, "export", "best.tar", "--format", "state-dict", "--force"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(DOCUMENT.parent.parent)},
+    )
+    assert (done.returncode, done.stderr) == (1, "fraternal: best.pt: File too large\n")
+    assert {path.name for path in Path().iterdir()} == {"best.tar", "best.json", "best.pt"}
+    assert Path("best.json").read_text() == Path("best.pt").read_text() == "as before"
 
 
 def test_a_checkpoint_of_a_model_that_was_never_good_is_refused(best: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, pack, unpack, write_whole
+from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, pack, unpack, write_together, write_whole
 
 FILES = {"config.json": b'{"kappa": 0.1}', "weights": bytes(range(256)) * 3, "empty": b""}
 NAMES = st.text("abcXYZ019._-", min_size=1, max_size=40).filter(lambda name: name not in {SUMS, ".", ".."})
@@ -273,9 +273,50 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
 
     write_whole(tmp_path / "last.tar", b"old")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as raised:
         write_whole(tmp_path / "last.tar", b"new")
-    assert (tmp_path / "last.tar").read_bytes() == b"old"
+    assert raised.value.filename == str(tmp_path / "last.tar"), "who reads of it has to know where"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"last.tar": b"old"}
+
+
+def test_an_interrupted_write_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "last.tar", b"new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_files_that_belong_together_none_is_replaced_before_all_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+
+    def full_for_the_second(descriptor: int) -> None:
+        written.append(descriptor)
+        if len(written) > 1:
+            raise OSError(28, "No space left on device")
+
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", full_for_the_second)
+    with pytest.raises(OSError, match="No space left") as raised:
+        write_together({tmp_path / "a": b"new", tmp_path / "b": b"new"})
+    assert raised.value.filename == str(tmp_path / "b")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"old", "b": b"old"}
+    monkeypatch.undo()
+    write_together({tmp_path / "a": b"new", tmp_path / "b": b"new"})
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"new", "b": b"new"}
+
+
+def test_an_archive_that_was_unpacked_and_packed_again_by_tar_is_one(tmp_path: Path) -> None:
+    (tmp_path / "it.tar").write_bytes(pack(FILES))
+    (tmp_path / "it").mkdir()
+    for command in (["-C", "it", "-xf", "it.tar"], ["-C", "it", "-cf", "again.tar", "."]):
+        subprocess.run(["tar", *command], cwd=tmp_path, check=True)
+    assert unpack((tmp_path / "again.tar").read_bytes(), "again.tar") == FILES
 
 
 WRITER = """

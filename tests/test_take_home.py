@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from service.cli import app
@@ -22,8 +24,8 @@ from service.local import evaluate_file, generate_text, read_checkpoint
 from service.looks import LOG, Look, LookLog
 from service.measure import load_model, look_at, losses
 from tests.service_process import write_corpus
-from trials.checkpoints import read_best
-from trials.corpora import EOS, PathCorpus, load_corpus
+from trials.checkpoints import read_best, write_best
+from trials.corpora import EOS, PUBLISHED, PathCorpus, load_corpus
 from trials.evaluation import evaluate
 from trials.perplexity import perplexity
 from trials.store import pack, unpack, write_whole
@@ -160,8 +162,34 @@ def test_nothing_is_fine_tuned_on_another_text(best: str) -> None:
     write_corpus(Path("other"), tokens=1_400)
     Path("other/valid.txt").write_text("w00 w01\n")
     result = run("finetune", best, "--corpus", "other")
-    assert (result.exit_code, "say where it is with --corpus" in result.stderr) == (1, True)
+    assert result.exit_code == 1
+    assert f"and {Path('other').absolute()} holds another" in result.stderr
+    assert "say where it is with --corpus" in result.stderr
     assert not Path("finetuned.tar").exists()
+
+
+@pytest.mark.parametrize("command", ["evaluate", "finetune"])
+@pytest.mark.parametrize(
+    ("corpus", "said"), [("", "should have at least 1 character"), ("{}", "either a name")]
+)
+def test_a_corpus_that_says_nothing_is_not_taken_for_the_own_one(
+    best: str, command: str, corpus: str, said: str
+) -> None:
+    """As a shell has it, of a variable that is not set."""
+    result = run(command, best, "--corpus", corpus)
+    assert (result.exit_code, said in result.stderr) == (1, True), result.output
+    assert "perplexity" not in result.stdout
+    assert not Path("finetuned.tar").exists()
+
+
+def test_fine_tuning_uses_of_the_text_what_training_used(taken_home: Path) -> None:
+    """Else losses over other words would be compared with the recorded one, and the better one kept."""
+    for name, given in (("valid_tokens", 100), ("train_tokens", None), ("vocabulary_size", 1_000)):
+        result = run("finetune", "best.tar", "--corpus", json.dumps({"path": "here", name: given}))
+        assert (result.exit_code, f"leave out {name}" in result.stderr) == (1, True), result.output
+        assert not Path("finetuned.tar").exists()
+    same = json.dumps({"path": "here", "valid_tokens": 500})
+    assert run("finetune", "best.tar", "--corpus", same, "--set", "training.epochs=1").exit_code == 0
 
 
 # What is written.
@@ -215,6 +243,61 @@ def test_what_cannot_be_drawn_is_said_without_a_traceback(
     result = run("generate", best, *given)
     assert (result.exit_code, type(result.exception)) == (code, SystemExit)
     assert said in " ".join(result.stderr.split())
+
+
+@pytest.fixture
+def without_ends(tmp_path: Path) -> str:
+    """A model of text in one line, of which splits were cut short: it knows no <eos>."""
+    write_corpus(tmp_path / "lines", tokens=1_500)
+    folder = tmp_path / "line"
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        words = (tmp_path / "lines" / f"{split}.txt").read_text().split()
+        (folder / f"{split}.txt").write_text(" ".join([*words[:1_200], "rare" * (split != "train")]))
+    cut = {"train_tokens": 1_000, "valid_tokens": 300, "test_tokens": 300}
+    for option, values in (("whole.tar", {}), ("cut.tar", cut)):
+        corpus = json.dumps({"path": str(folder), **values})
+        assert run("train", "--corpus", corpus, *SIZES, *SMALL, "--out", option).exit_code == 0
+    assert EOS not in read_best(Path("cut.tar")).vocabulary.index
+    return "cut.tar"
+
+
+def test_a_model_that_knows_no_ends_of_lines_begins_with_the_prompt(without_ends: str) -> None:
+    greedy = ["generate", without_ends, "--temperature", "0", "--words", "5", "--json", "--prompt"]
+    one, other = (run(*greedy, prompt) for prompt in ("w01 w02", "w01\nw02\n"))
+    assert json.loads(one.stdout)["words"] == json.loads(other.stdout)["words"]
+    assert json.loads(one.stdout)["unknown"] == []
+    assert one.stderr == ""
+    nothing = run("generate", without_ends)
+    assert (nothing.exit_code, "begin with: give --prompt" in nothing.stderr) == (1, True), nothing.stderr
+
+
+def test_predictions_that_are_no_numbers_are_said_and_not_drawn_from(best: str) -> None:
+    checkpoint = read_best(Path(best))
+    huge = {name: torch.full_like(tensor, 3e38) for name, tensor in checkpoint.tensors.items()}
+    write_best(Path(best), replace(checkpoint, tensors=huge))
+    for temperature in ("1", "0"):
+        result = run("generate", best, "--temperature", temperature, "--words", "2")
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+        assert "predictions are not finite numbers" in result.stderr
+    document = json.loads(
+        run("evaluate", best, "--json").stdout, parse_constant=lambda it: pytest.fail(f"{it} is no JSON")
+    )
+    assert (document["loss"], document["perplexity"]) == (None, None)
+
+
+@pytest.mark.parametrize("encoding", ["ascii:surrogateescape", "latin-1"])
+def test_a_terminal_that_has_no_sign_for_a_word_gets_its_number(best: str, encoding: str) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(PACKAGES)}
+    command = [sys.executable, "-m", "service.cli", "generate", best, "--prompt", "w01", "--words", "1"]
+    files = unpack(Path(best).read_bytes(), best)
+    write_whole(
+        Path(best), pack({**files, "vocabulary.txt": files["vocabulary.txt"].replace(b"w01", "語".encode())})
+    )
+    done = subprocess.run(
+        [*command[:-3], "語", *command[-2:]], capture_output=True, env=environment, check=False
+    )
+    assert (done.returncode, done.stdout[:7]) == (0, b"\\u8a9e ")
 
 
 # Looks at test splits.
@@ -296,6 +379,58 @@ def test_how_often_and_of_how_many_checkpoints_it_was_looked_at_is_said(best: st
     assert len({line["sha256"] for line in logged()}) == 3
 
 
+@pytest.mark.parametrize("split", ["valid", "train"])
+def test_a_test_split_under_another_name_is_not_looked_at(best: str, elsewhere: Path, split: str) -> None:
+    text = (elsewhere / "text" / "test.txt").read_bytes()
+    Path("renamed").mkdir()
+    (Path("renamed") / f"{split}.txt").write_bytes(text)
+    result = run("evaluate", best, "--corpus", "renamed", "--split", split)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "test split of the training run" in result.stderr
+    assert "--split test" in result.stderr
+    assert not DATA.exists()
+    (Path("renamed") / "test.txt").write_bytes(text)
+    assert run("evaluate", best, "--corpus", "renamed", "--split", "test").exit_code == 0
+    assert len(logged()) == 1
+
+
+def test_a_published_test_split_under_another_name_is_not_looked_at(
+    best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a model of another text: the digest tells."""
+    text = b"w01 w02\nw03 w04\n"
+    digest = hashlib.sha256(text).hexdigest()
+    published = replace(PUBLISHED["ptb"], sha256={**PUBLISHED["ptb"].sha256, "test": digest})
+    Path("renamed").mkdir()
+    Path("renamed/valid.txt").write_bytes(text)
+    assert run("evaluate", best, "--corpus", "renamed").exit_code == 0
+    monkeypatch.setitem(PUBLISHED, "ptb", published)
+    result = run("evaluate", best, "--corpus", "renamed")
+    assert (result.exit_code, "is the test split of ptb" in result.stderr) == (1, True), result.stderr
+
+
+def test_where_training_itself_was_given_one_text_twice_that_is_its_validation_split() -> None:
+    """Else what training showed after each epoch could not be shown again."""
+    folder = write_corpus(Path("twice"), tokens=1_500)
+    (folder / "test.txt").write_bytes((folder / "valid.txt").read_bytes())
+    assert run("train", "--corpus", "twice", *SIZES, *SMALL).exit_code == 0
+    assert run("evaluate", "best.tar", "--check").exit_code == 0
+
+
+def test_what_is_logged_is_the_digest_of_what_was_looked_at(best: str) -> None:
+    """A pipe is read once; and a training run may replace the file while it is evaluated."""
+    content = Path(best).read_bytes()
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", "evaluate", "/dev/stdin", "--split", "test"],
+        input=content,
+        env={**os.environ, "PYTHONPATH": str(PACKAGES)},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["sha256"] for line in logged()] == [hashlib.sha256(content).hexdigest()]
+
+
 def a_folder() -> None:
     (DATA / LOG).mkdir(parents=True)
 
@@ -323,6 +458,18 @@ def test_what_cannot_be_logged_is_not_shown(best: str, make: Callable[[], None],
     result = run(*command)
     assert (result.exit_code, "is shown only once it is written to" in result.stderr) == (1, True)
     assert not re.search(r"test: |\"loss\"|look \d", result.stdout)
+
+
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_that_a_look_could_not_be_logged_is_found_before_anything_is_trained(
+    best: str, elsewhere: Path, command: str
+) -> None:
+    a_folder()
+    own = ["--corpus", str(elsewhere / "text"), *SIZES, *SMALL] if command == "train" else [best]
+    result = run(command, *own, "--test", "--out", "new.tar")
+    assert (result.exit_code, "is shown only once it is written to" in result.stderr) == (1, True)
+    assert result.stdout == ""
+    assert not Path("new.tar").exists()
 
 
 LOOK = Look("evaluate --split test", "a.tar", "ab", {"name": "sotu"}, "cd", 10)
@@ -378,10 +525,10 @@ def test_a_line_that_a_crash_has_cut_off_is_no_look_and_spoils_no_other() -> Non
     log = LookLog(Path("data"))
     log.test_loss(LOOK, lambda: 4.0)
     with log.path.open("ab") as file:
-        file.write(b'{"split_sha256": "cd", "sha2')
+        file.write(b"[" * 100_000 + b'\n\xff\0\n7\n{"split_sha256": "cd", "sha2')
     assert log.test_loss(LOOK, lambda: 4.0).before == 1
     assert log.test_loss(LOOK, lambda: 4.0).before == 2
-    assert len(log.path.read_text().splitlines()) == 4
+    assert len(log.path.read_bytes().splitlines()) == 7
 
 
 def test_a_loss_that_json_has_no_number_for_is_logged_as_none() -> None:

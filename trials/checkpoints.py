@@ -3,9 +3,10 @@
 Tensors are safetensors, the rest is JSON and text: loading never executes anything.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +34,8 @@ class BestCheckpoint:
     vocabulary: Vocabulary
     metrics: dict[str, Any]
     """Epoch and losses (nats per token) of these weights."""
+    file_sha256: str = field(default="", compare=False)
+    """Of the bytes that it was read from, where it was."""
 
     def files(self) -> dict[str, bytes]:
         return {
@@ -46,13 +49,15 @@ class BestCheckpoint:
 def read_best(file: Path | BinaryIO) -> BestCheckpoint:
     """Read and verify a `best` archive. Raises CorruptCheckpoint, FileNotFoundError."""
     where = str(file if isinstance(file, Path) else getattr(file, "name", "the checkpoint"))
-    files = unpack(file.read_bytes() if isinstance(file, Path) else file, where)
+    content = file.read_bytes() if isinstance(file, Path) else file.read()
+    files = unpack(content, where)
     try:
         return BestCheckpoint(
             tensors=safetensors.torch.load(files["model.safetensors"]),
             config=_from_json(files, "config.json"),
             vocabulary=Vocabulary.from_text(files["vocabulary.txt"].decode()),
             metrics=_from_json(files, "metrics.json"),
+            file_sha256=hashlib.sha256(content).hexdigest(),
         )
     except KeyError as error:
         raise CorruptCheckpoint(f"{where} is no `best` checkpoint: it holds no {error.args[0]}") from error
@@ -96,7 +101,7 @@ def pack_state(tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, 
 def unpack_state(files: dict[str, bytes], where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What pack_state was given. Raises CorruptCheckpoint."""
     try:
-        return safetensors.torch.load(files["training.safetensors"]), json.loads(files["training.json"])
+        return safetensors.torch.load(files["training.safetensors"]), _from_json(files, "training.json")
     except (KeyError, ValueError, safetensors.SafetensorError) as error:
         raise CorruptCheckpoint(f"{where} is no `last` checkpoint: {error}") from error
 
@@ -106,7 +111,10 @@ def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _from_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    document = json.loads(files[name])
+    try:
+        document = json.loads(files[name])
+    except RecursionError as error:
+        raise ValueError(f"{name} is nested too deeply") from error
     if not isinstance(document, dict):
         raise ValueError(f"{name} holds no JSON object")
     return document

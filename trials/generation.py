@@ -23,6 +23,7 @@ def generate(
 
     Each is drawn from softmax(logits / temperature), of the `top_k` likeliest words where that is given, and
     never one of `without`. Temperature 0 takes the likeliest. `generator` is on the CPU, on any device.
+    Raises ValueError where the logits are no finite numbers.
     """
     device = model.decoder_bias.device
     tokens_T1 = torch.tensor(prompt, device=device).unsqueeze(1)
@@ -31,6 +32,8 @@ def generate(
         result = model(tokens_T1, state, None)
         state = result.state
         logits_V = model.decode(result.dropped_TBH[-1:]).flatten().double().cpu()
+        if not logits_V.isfinite().all():
+            raise ValueError("the model's predictions are not finite numbers: train it again")
         logits_V[list(without)] = -torch.inf
         found = _choose(logits_V, temperature, top_k, generator)
         yield found

@@ -5,6 +5,7 @@ Only the driver that holds a sweep's lease writes trial rows, and it does so her
 
 import logging
 import math
+import re
 import threading
 import time
 import traceback
@@ -636,6 +637,10 @@ def _has_failed(row: FrozenTrial) -> bool:
     return row.state == TrialState.FAIL and row.user_attrs.get("failure_class") != "cancelled"
 
 
+OF_A_FILE = re.compile(r"(\[Errno \d+\] .*?): '.*'$")
+"""How Python says an OSError."""
+
+
 def alike(rows: Sequence[FrozenTrial], most: int | None) -> str | None:
     """What the latest `most` trials to end all failed of, in words; None where they did not.
 
@@ -655,11 +660,13 @@ def alike(rows: Sequence[FrozenTrial], most: int | None) -> str | None:
 
 
 def _way_of_failing(row: FrozenTrial) -> tuple[str, str] | None:
-    """A failure's class and the last line of its message; None for what pauses no sweep."""
+    """A failure's class and the last line of its message, without the trial's own file where it is of one;
+    None for what pauses no sweep."""
     failure_class = row.user_attrs.get("failure_class")
     if row.state != TrialState.FAIL or failure_class in {None, "diverged", "cancelled"}:
         return None
-    return failure_class, row.user_attrs["failure_message"].strip().rpartition("\n")[2]
+    words = row.user_attrs["failure_message"].strip().rpartition("\n")[2]
+    return failure_class, OF_A_FILE.sub(r"\1", words)
 
 
 def told_of_end(row: FrozenTrial) -> dict[str, Any]:

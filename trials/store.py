@@ -10,7 +10,7 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -216,18 +216,41 @@ class CheckpointStore:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file so that a crash at any moment leaves the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + PART)
+    write_together({path: content})
+
+
+def write_together(files: Mapping[Path, bytes]) -> None:
+    """Replace files that belong together, none before all of them are on the disk.
+
+    Raises OSError with the name of the file that could not be written.
+    """
+    parts = {path: path.with_name(path.name + PART) for path in files}
     try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError:  # the disk is full, or `path` is a folder
-        part.unlink(missing_ok=True)
+        for path, content in files.items():
+            with _named(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with parts[path].open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+        for path, part in parts.items():
+            part.replace(path)
+    except BaseException:  # the disk is full, `path` is a folder, or somebody has interrupted it
+        for part in parts.values():
+            part.unlink(missing_ok=True)
         raise
-    _fsync_directory(path.parent)
+    for folder in {path.parent for path in files}:
+        _fsync_directory(folder)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What a write raises names no file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
@@ -247,7 +270,12 @@ def unpack(content: bytes | IO[bytes], where: str) -> dict[str, bytes]:
     file = io.BytesIO(content) if isinstance(content, bytes) else content
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
-            members = {member.name: archive.extractfile(member) for member in archive if member.isfile()}
+            # `tar -cf it.tar .` has each name begin with ./
+            members = {
+                member.name.removeprefix("./"): archive.extractfile(member)
+                for member in archive
+                if member.isfile()
+            }
             files = {name: member.read() for name, member in members.items() if member is not None}
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise CorruptCheckpoint(f"{where} is no checkpoint archive: {error}") from error
