@@ -23,7 +23,8 @@ from service.errors import CommandFailed
 from service.local import read_checkpoint, rebuild
 from service.runs import missing_extra
 from trials.checkpoints import BestCheckpoint
-from trials.store import sha256_of, write_whole
+from trials.files import write_whole
+from trials.store import sha256_of
 
 
 def export_onnx(file: Path, out: Path) -> str:

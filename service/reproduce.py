@@ -42,8 +42,9 @@ from service.schemas import SweepDetail, TrialView
 from service.settings import Settings
 from service.texts import load, parse_strictly
 from trials.corpora import PUBLISHED, Corpus, PathCorpus
+from trials.files import write_whole
 from trials.spec import SweepRequest, SweepSpec
-from trials.store import CheckpointStore, write_whole
+from trials.store import CheckpointStore
 from trials.tables import MASK_SAMPLES, SCALES, TABLES, Scale, Table, build_spec
 
 NOT_TRAINED = ("name", "labels", "baseline", "resources", "retry")

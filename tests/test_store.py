@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, pack, unpack, write_whole
+from trials.files import write_whole
+from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, pack, unpack
 
 FILES = {"config.json": b'{"kappa": 0.1}', "weights": bytes(range(256)) * 3, "empty": b""}
 NAMES = st.text("abcXYZ019._-", min_size=1, max_size=40).filter(lambda name: name not in {SUMS, ".", ".."})
@@ -189,7 +190,7 @@ def test_removed_sweep_leaves_nothing_and_takes_no_other_with_it(store: Checkpoi
     for _ in range(2):
         store.remove_sweep("s1")
     assert store.find_last("s1", 0) is None
-    assert not store._files.exists(f"{store._root}/s1")
+    assert not store.has_sweep("s1")
     assert store.find_last("s11", 0) == FILES
 
 
@@ -281,7 +282,8 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
 WRITER = """
 import itertools, sys
 from pathlib import Path
-from trials.store import pack, write_whole
+from trials.files import write_whole
+from trials.store import pack
 for count in itertools.count():
     write_whole(Path(sys.argv[1]), pack({"count": b"%d" % count, "weights": bytes([count % 256]) * 200_000}))
     if count == 0:

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from trials.corpora import FILES, SPLITS, Corpus, CorpusSpec, PathCorpus, Vocabulary, load_corpus
-from trials.store import CorruptCheckpoint, pack, sha256_of, unpack, write_whole
+from trials.files import write_whole
+from trials.store import CorruptCheckpoint, pack, sha256_of, unpack
 
 
 def load_encoded(corpus: CorpusSpec, root: Path, digests: tuple[str, ...], folder: Path) -> Corpus:

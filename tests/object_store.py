@@ -1,0 +1,183 @@
+"""A real S3 server as a process: moto's, with what it knows kept on disk, and what else an S3 of Amazon's does.
+
+It can be killed and started again. Beyond moto it refuses content that does not have the checksum that came
+with it, and keys that nobody was given; and it can be told to fail.
+
+    python -m tests.object_store FOLDER [PORT]
+"""
+
+import base64
+import hashlib
+import io
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+BUCKET = "checkpoints"
+KEY, SECRET = "AKIAFRATERNALTEST", "planted-secret-of-the-store"
+
+
+class S3Server:
+    """Its data lies in a folder; `faults/NAME` there, of an error's code, has it answer with that."""
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self.folder, self.port = folder, port
+        folder.mkdir(parents=True, exist_ok=True)
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.object_store", str(self.folder), str(self.port)]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **self.environment}
+            )
+        assert self._process.stdout is not None
+        said = self._process.stdout.readline().strip()
+        assert said.isdecimal(), (self.folder / "log").read_text()[-3000:]
+        self.port = int(said)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of who uses it."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": str(self.folder / "none"),
+            "AWS_SHARED_CREDENTIALS_FILE": str(self.folder / "none"),
+        }
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.communicate()
+            self._process = None
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    @contextmanager
+    def failing(self, code: str, status: int, methods: str = "GET HEAD PUT POST DELETE") -> Iterator[None]:
+        """Answer every request of these methods with an error."""
+        fault = self.folder / "fault"
+        fault.with_name("fault.new").write_text(f"{code} {status} {methods}")
+        fault.with_name("fault.new").rename(fault)
+        try:
+            yield
+        finally:
+            fault.unlink()
+
+    def requests(self) -> list[str]:
+        """Method, path and query of all that it was asked, in order."""
+        return (self.folder / "requests").read_text().splitlines()
+
+
+# The server's side.
+
+
+class Kept:
+    """moto's application, whose state is on disk before it answers."""
+
+    def __init__(self, application: Any, folder: Path) -> None:
+        from moto.s3.models import s3_backends
+
+        self._application, self._folder = application, folder
+        self._state, self._turn = folder / "state", threading.Lock()
+        self._backend = s3_backends["123456789012"]["aws"]
+        if self._state.exists():
+            self._backend.buckets.update(pickle.loads(self._state.read_bytes()))
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        method = environ["REQUEST_METHOD"]
+        with self._turn:
+            with (self._folder / "requests").open("a") as said:
+                said.write(f"{method} {environ['PATH_INFO']}?{environ['QUERY_STRING']}\n")
+            body = _body_of(environ)
+            refusal = self._fault(method) or _strangers(environ) or _damaged(environ, body)
+            if refusal is not None:
+                return _refuse(refusal, start_response)
+            environ["wsgi.input"] = io.BytesIO(body)
+            environ["CONTENT_LENGTH"] = str(len(body))
+            environ.pop("HTTP_TRANSFER_ENCODING", None)
+            answer = list(self._application(environ, start_response))
+            if method != "GET" and method != "HEAD":
+                self._keep()
+            return answer
+
+    def _keep(self) -> None:
+        part = self._state.with_suffix(".part")
+        part.write_bytes(pickle.dumps(dict(self._backend.buckets)))
+        part.rename(self._state)
+
+    def _fault(self, method: str) -> tuple[str, int] | None:
+        try:
+            code, status, *methods = (self._folder / "fault").read_text().split()
+        except FileNotFoundError:
+            return None
+        return (code, int(status)) if method in methods else None
+
+
+def _body_of(environ: dict[str, Any]) -> bytes:
+    return bytes(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
+
+
+def _strangers(environ: dict[str, Any]) -> tuple[str, int] | None:
+    found = re.search(r"Credential=([^/]+)/", environ.get("HTTP_AUTHORIZATION", ""))
+    if found is None:
+        return "AccessDenied", 403
+    return None if found[1] == KEY else ("InvalidAccessKeyId", 403)
+
+
+def _damaged(environ: dict[str, Any], body: bytes) -> tuple[str, int] | None:
+    """As S3 refuses it: moto believes the checksum that it is told."""
+    signed = environ.get("HTTP_X_AMZ_CONTENT_SHA256", "")
+    if len(signed) == 64 and hashlib.sha256(body).hexdigest() != signed:
+        return "XAmzContentSHA256Mismatch", 400
+    crc32 = environ.get("HTTP_X_AMZ_CHECKSUM_CRC32")
+    if crc32 is not None and base64.b64decode(crc32) != zlib.crc32(body).to_bytes(4, "big"):
+        return "BadDigest", 400
+    return None
+
+
+def _refuse(refusal: tuple[str, int], start_response: Any) -> list[bytes]:
+    code, status = refusal
+    start_response(f"{status} {code}", [("Content-Type", "application/xml")])
+    said = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
+    return [said.encode()]
+
+
+def main(folder: Path, port: int) -> None:
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    application = Kept(DomainDispatcherApplication(create_backend_app), folder)
+    server = make_server("127.0.0.1", port, application, threaded=True)
+    print(server.port, flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
