@@ -22,6 +22,7 @@ from service.database import migrate, open_engine
 from service.records import Records
 from service.studies import open_storage
 from tests.databases import PostgreSQL
+from tests.object_store import S3Server, reached
 from tests.played_service import HELD, submit, wait_for, wait_for_an_epoch
 from tests.service_process import (
     ServiceProcess,
@@ -77,6 +78,31 @@ def database_url(request: pytest.FixtureRequest) -> str | None:
         return None
     server: PostgreSQL = request.getfixturevalue("server")
     return server.create_database()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A real S3 server that this process is told of as anybody is: by its environment."""
+    with reached(s3_server, monkeypatch):
+        yield s3_server
+
+
+@pytest.fixture
+def own_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """The same, to be killed."""
+    server = S3Server(tmp_path / "s3")
+    server.start()
+    with reached(server, monkeypatch):
+        yield server
+    server.kill()
 
 
 @pytest.fixture

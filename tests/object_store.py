@@ -1,7 +1,7 @@
-"""A real S3 server as a process: moto's, with what it knows kept on disk, and what else an S3 of Amazon's does.
+"""A real S3 server as a process: moto's, with what it knows kept on disk, so that it can be killed.
 
-It can be killed and started again. Beyond moto it refuses content that does not have the checksum that came
-with it, and keys that nobody was given; and it can be told to fail.
+Beyond moto it refuses, as Amazon's does, content that has not the checksum that came with it, keys that
+nobody was given, and an upload in parts on a condition that does not hold. And it can be told to fail.
 
     python -m tests.object_store FOLDER [PORT]
 """
@@ -22,6 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+from s3fs import S3FileSystem
+
 BUCKET = "checkpoints"
 KEY, SECRET = "AKIAFRATERNALTEST", "planted-secret-of-the-store"
 
@@ -32,6 +35,7 @@ class S3Server:
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.folder, self.port = folder, port
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "requests").touch()
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -90,9 +94,25 @@ class S3Server:
         finally:
             fault.unlink()
 
+    @contextmanager
+    def flipping_bits(self) -> Iterator[None]:
+        """Of all that it is sent, as a bad network does."""
+        with self.failing("Flip", 0, "PUT"):
+            yield
+
     def requests(self) -> list[str]:
-        """Method, path and query of all that it was asked, in order."""
+        """Method, path, query and names of checksums of all that it was asked, in order."""
         return (self.folder / "requests").read_text().splitlines()
+
+
+@contextmanager
+def reached(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """By this process, whose s3fs keeps what it once knew of servers."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()
+    yield
+    S3FileSystem.clear_instance_cache()
 
 
 # The server's side.
@@ -109,14 +129,20 @@ class Kept:
         self._backend = s3_backends["123456789012"]["aws"]
         if self._state.exists():
             self._backend.buckets.update(pickle.loads(self._state.read_bytes()))
+        else:
+            self._backend.create_bucket(BUCKET, "us-east-1")
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
         with self._turn:
             with (self._folder / "requests").open("a") as said:
-                said.write(f"{method} {environ['PATH_INFO']}?{environ['QUERY_STRING']}\n")
+                sums = " ".join(sorted(name for name in environ if name.startswith("HTTP_X_AMZ_CHECKSUM_")))
+                said.write(f"{method} {environ['PATH_INFO']}?{environ['QUERY_STRING']} {sums}\n")
             body = _body_of(environ)
-            refusal = self._fault(method) or _strangers(environ) or _damaged(environ, body)
+            fault = self._fault(method)
+            if fault == ("Flip", 0):
+                body, fault = bytes([body[0] ^ 1]) + body[1:], None
+            refusal = fault or _stranger(environ) or _damaged(environ, body) or self._overtaken(environ)
             if refusal is not None:
                 return _refuse(refusal, start_response)
             environ["wsgi.input"] = io.BytesIO(body)
@@ -139,12 +165,21 @@ class Kept:
             return None
         return (code, int(status)) if method in methods else None
 
+    def _overtaken(self, environ: dict[str, Any]) -> tuple[str, int] | None:
+        """What moto looks at only of what comes in one request."""
+        if environ["REQUEST_METHOD"] != "POST" or "HTTP_IF_MATCH" not in environ:
+            return None
+        _, bucket, key = environ["PATH_INFO"].split("/", 2)
+        there = self._backend.buckets[bucket].keys.get(key)
+        same = there is not None and there.etag == environ["HTTP_IF_MATCH"]
+        return None if same else ("PreconditionFailed", 412)
+
 
 def _body_of(environ: dict[str, Any]) -> bytes:
     return bytes(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
 
 
-def _strangers(environ: dict[str, Any]) -> tuple[str, int] | None:
+def _stranger(environ: dict[str, Any]) -> tuple[str, int] | None:
     found = re.search(r"Credential=([^/]+)/", environ.get("HTTP_AUTHORIZATION", ""))
     if found is None:
         return "AccessDenied", 403

@@ -221,11 +221,11 @@ class DyingStore(CheckpointStore):
         self._dies_at = dies_at
         self.saves = 0
 
-    def save_last(self, sweep_id: str, number: int, files: Any) -> None:
+    def save_last(self, sweep_id: str, number: int, files: Any, attempt: int = 0) -> None:
         self.saves += 1
         if self.saves == self._dies_at:
             raise KeyboardInterrupt
-        super().save_last(sweep_id, number, files)
+        super().save_last(sweep_id, number, files, attempt)
 
 
 @pytest.fixture(scope="module")

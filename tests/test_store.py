@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.object_store import BUCKET
 from trials.files import write_whole
 from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, pack, unpack
 
@@ -144,10 +146,13 @@ def test_names_that_lead_elsewhere_never_touch_the_disk(
 # Conformance: every kind of store.
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "memory", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     if request.param == "file":
         return CheckpointStore((tmp_path / "checkpoints").as_uri())
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return CheckpointStore(f"s3://{BUCKET}/{secrets.token_hex(4)}")
     fsspec.filesystem("memory").store.clear()
     return CheckpointStore("memory://checkpoints")
 

@@ -212,13 +212,8 @@ class Files:
         """Raises StoreAway, StoreRefused where files cannot be read there, for all that one look tells."""
 
     @_asked
-    def check_writes(self) -> bool:
-        """Write, and remove what was written; tells whether `create` keeps its promise here."""
-        name = f"written-by-{os.getpid()}-{time.time_ns()}"
-        try:
-            return self.create(name, b"a check") and not self.create(name, b"another")
-        finally:
-            self.remove(name)
+    def require(self) -> None:
+        """Raises StoreAway, StoreRefused where files cannot be written and removed there."""
 
     def _told(self, error: Exception) -> Exception:
         return error
@@ -283,6 +278,21 @@ class Bucket(Files):
             fsspec.asyn.sync(self._files.loop, self._files._info, bucket, timeout=CHECK_S)
         except FileNotFoundError as error:
             raise self._no_bucket() from error
+
+    @_asked
+    def require(self) -> None:
+        self.check()
+        name = f"written-by-{os.getpid()}-{time.time_ns()}"
+        try:
+            keeps_conditions = self.create(name, b"a check") and not self.create(name, b"another")
+        finally:
+            self.remove(name)
+        if not keeps_conditions:
+            log.warning(
+                "the checkpoint store %s takes no conditions on writes: a worker that was given up for dead "
+                "may still replace its successor's checkpoint once",
+                self._url,
+            )
 
     @_asked
     def create(self, path: str, content: bytes) -> bool:
@@ -413,7 +423,7 @@ class S3Bucket(Bucket):
 
     def _uploads(self, bucket: str, prefix: str) -> list[dict[str, Any]]:
         said = self._files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
-        return list(said.get("Uploads", []))
+        return [upload for upload in said.get("Uploads", []) if upload["Key"].startswith(prefix)]
 
 
 class GoogleBucket(Bucket):

@@ -55,9 +55,9 @@ class CheckpointStore:
             return str(error)
         return None
 
-    def check_writes(self) -> bool:
-        """Write and remove something; tells whether conditions on writes are kept. Raises OSError."""
-        return self._files.check_writes()
+    def require(self) -> None:
+        """Raises StoreAway, StoreRefused where an object store cannot be read and written."""
+        self._files.require()
 
     def save_last(self, sweep_id: str, number: int, files: Mapping[str, bytes], attempt: int = 0) -> None:
         """Raises Superseded where a later attempt at the trial has saved one, if the store can tell."""
