@@ -29,7 +29,7 @@ def text(tmp_path: Path) -> PathCorpus:
 
 
 def load(corpus: CorpusSpec, tmp_path: Path) -> Corpus:
-    return load_encoded(corpus, tmp_path, text_digests(corpus), tmp_path / "shared")
+    return load_encoded(corpus, tmp_path, text_digests(corpus, tmp_path), tmp_path / "shared")
 
 
 def assert_equal(one: Corpus, other: Corpus) -> None:

@@ -42,7 +42,7 @@ def test_a_sweep_whose_worker_and_store_are_killed_ends_as_its_twin_in_a_folder(
     wait_until(lambda: not in_s3.is_ready(), "the service says that its store is away")
     said = httpx.get(f"{in_s3.url}/readyz", trust_env=False).json()["not_ready"]
     assert len(said) == 1
-    assert said[0].startswith(f"the checkpoint store s3://{BUCKET}/of/mine does not answer as it should (")
+    assert said[0].startswith(f"the store s3://{BUCKET}/of/mine does not answer as it should (")
     refusal = httpx.get(f"{in_s3.url}/v1/sweeps/{sweep_id}/trials/0/checkpoint", trust_env=False)
     if refusal.status_code != 404:  # that trial may have no epoch yet
         assert (refusal.status_code, refusal.json()["code"]) == (503, "checkpoints_away")

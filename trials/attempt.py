@@ -128,7 +128,8 @@ def _train(
     shared: Path | None,
     pause_is_asked: Callable[[], bool],
 ) -> Generator[Report]:
-    corpus = load_text(task.corpus, data_dir, shared)
+    living = Timer(task.hang_s / SIGNS_OF_LIFE)
+    corpus = yield from _patiently(partial(load_text, task.corpus, data_dir, shared), living)
     if task.corpus_sha256 not in (None, corpus.sha256):
         raise CorpusError(
             "the text has changed since this sweep began, and its trials would not compare: "
@@ -146,12 +147,12 @@ def _train(
         task.device,
     )
     saving, looking = Timer(task.checkpoint_every_s), Timer(0)
-    living = Timer(task.hang_s / SIGNS_OF_LIFE)
     report = partial(_report, task, store, training, corpus)
     yield from _patiently(partial(_resume, training, task, store), living)
     for earlier in training.history[max(0, task.recorded_epochs - 1) :]:
         yield (yield from _patiently(partial(report, earlier), living))
-    saving.restart()
+    for timer in (saving, living):
+        timer.restart()
     for result in training.run(min(LOOK_EVERY_S, task.checkpoint_every_s, task.hang_s / SIGNS_OF_LIFE)):
         if result is not None:
             require_finite(result)
@@ -298,7 +299,7 @@ def _failed(failure_class: FailureClass, message: str) -> Report:
 
 def load_text(corpus: CorpusSpec, data_dir: Path, shared: Path | None) -> Corpus:
     """As a trial reads it: once for a process, and encoded once for a machine. Raises CorpusError."""
-    return _load_corpus(corpus, data_dir, text_digests(corpus), shared)
+    return _load_corpus(corpus, data_dir, text_digests(corpus, data_dir), shared)
 
 
 @lru_cache(maxsize=2)

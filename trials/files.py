@@ -4,13 +4,14 @@ What is written is there whole or not at all. An object store's client has error
 become OSErrors that say whether waiting helps; none of them repeats a credential.
 """
 
+import fcntl
 import logging
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
@@ -113,13 +114,24 @@ class Files:
         return bool(self._files.exists(self.place(path)))
 
     @_asked
+    def head(self, path: str, size: int) -> bytes:
+        """The first bytes of a file that has some; one request."""
+        return bytes(self._files.cat_file(self.place(path), start=0, end=size))
+
     def is_there(self, path: str) -> bool:
         """As `exists`, of a file with something in it; one request, where that would be two."""
         try:
-            self._files.cat_file(self.place(path), start=0, end=1)
+            self.head(path, 1)
         except FileNotFoundError:
             return False
         return True
+
+    @_asked
+    def version(self, path: str) -> str:
+        """Of a file: another one once it has been replaced."""
+        about = self._files.info(self.place(path))
+        known = {"ETag", "generation", "size", "mtime", "LastModified", "created"}
+        return str(sorted((name, str(about[name])) for name in known & about.keys()))
 
     @_asked
     def write(self, path: str, content: bytes, attempt: int = 0) -> None:
@@ -254,10 +266,10 @@ class Bucket(Files):
     def _told(self, error: Exception) -> Exception:
         if isinstance(error, PermissionError) or self._needs_somebody(error):
             return StoreRefused(
-                f"the checkpoint store {self._url} refuses what it is asked ({_kind(error)}): {self.way_out}"
+                f"the store {self._url} refuses what it is asked ({_kind(error)}): {self.way_out}"
             )
         return StoreAway(
-            f"the checkpoint store {self._url} does not answer as it should ({_kind(error)}): see that it is "
+            f"the store {self._url} does not answer as it should ({_kind(error)}): see that it is "
             "up, and can be reached from here"
         )
 
@@ -267,8 +279,7 @@ class Bucket(Files):
     def _no_bucket(self) -> StoreRefused:
         bucket = self._root.partition("/")[0]
         return StoreRefused(
-            f"the checkpoint store {self._url} cannot be used: there is no bucket {bucket!r}; make it, or "
-            "name another in FRATERNAL_STORE_URL"
+            f"the store {self._url} cannot be used: there is no bucket {bucket!r}; make it, or name another"
         )
 
     @_asked
@@ -289,7 +300,7 @@ class Bucket(Files):
             self.remove(name)
         if not keeps_conditions:
             log.warning(
-                "the checkpoint store %s takes no conditions on writes: a worker that was given up for dead "
+                "the store %s takes no conditions on writes: a worker that was given up for dead "
                 "may still replace its successor's checkpoint once",
                 self._url,
             )
@@ -480,12 +491,10 @@ def open_files(url: str) -> Files:
     except ImportError as error:
         extra = EXTRAS.get(protocol)
         by = f"pip install 'fraternal[{extra}]'" if extra else str(error)
-        raise StoreRefused(
-            f"the checkpoint store {url} needs a client that is not installed: {by}"
-        ) from error
+        raise StoreRefused(f"the store {url} needs a client that is not installed: {by}") from error
     except ValueError as error:
         raise StoreRefused(
-            f"the checkpoint store {url} cannot be opened: {error}; it is a folder, or s3://BUCKET/PREFIX, "
+            f"the store {url} cannot be opened: {error}; it is a folder, or s3://BUCKET/PREFIX, "
             "gs://BUCKET/PREFIX, or another URL of fsspec"
         ) from error
     return KINDS.get(protocol, Files)(files, root, url)
@@ -508,6 +517,15 @@ def patiently(ask: Callable[[], T]) -> T:
             log.warning("%s; asking again in %.0f s", error, wait_s)
         time.sleep(wait_s)
     return ask()
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Among the processes of this machine that ask for this lock; the kernel frees that of a dead one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -69,7 +69,7 @@ def _verified(
             f"its metrics say {recorded:.9f}, and the trial reported {check.valid_loss:.9f}"
         )
     model = rebuilt(checkpoint).to(check.on)
-    corpus = load_text(check.corpus, data_dir, shared)
+    corpus = patiently(lambda: load_text(check.corpus, data_dir, shared))
     _require_same_text(checkpoint, corpus)
     loss = evaluate(model, corpus.valid)
     if not math.isfinite(loss):
