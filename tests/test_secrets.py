@@ -21,6 +21,7 @@ from service.launcher import MARK, marked_processes
 from service.settings import Settings
 from service.tokens import Tokens
 from tests.databases import PostgreSQL
+from tests.object_store import BUCKET, S3Server
 from tests.service_process import (
     ServiceProcess,
     running_service,
@@ -69,7 +70,9 @@ class Planted:
 
 
 @pytest.fixture(scope="module")
-def planted(server: PostgreSQL, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
+def planted(
+    server: PostgreSQL, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Planted]:
     url = server.create_database()
     engine = open_engine(url)
     migrate(engine)
@@ -77,7 +80,12 @@ def planted(server: PostgreSQL, tmp_path_factory: pytest.TempPathFactory) -> Ite
     (_, written), (revoked, gone) = (tokens.create(name, "admin", None) for name in ("valid", "revoked"))
     tokens.revoke(revoked.id)
     engine.dispose()
-    environment = {**IN_ENVIRONMENT, "FRATERNAL_DATABASE_URL": url}
+    environment = {
+        **s3_server.environment,
+        **IN_ENVIRONMENT,
+        "FRATERNAL_DATABASE_URL": url,
+        "FRATERNAL_STORE_URL": f"s3://{BUCKET}/secrets",
+    }
     with running_service(tmp_path_factory.mktemp("secrets") / "data", environment) as service:
         cookie = signed_in(service, written)
         service._http.headers["authorization"] = f"Bearer {written}"

@@ -7,7 +7,6 @@ become OSErrors that say whether waiting helps; none of them repeats a credentia
 import fcntl
 import logging
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -164,8 +163,9 @@ class Files:
         return cast(BinaryIO, copy)
 
     def _copy(self, place: str, copy: Any) -> None:
-        with self._files.open(place, "rb", cache_type="none") as file:
-            shutil.copyfileobj(file, copy, BLOCK_BYTES)
+        with self._files.open(place, "rb") as file:
+            while file.tell() < file.size:
+                copy.write(file.read(min(BLOCK_BYTES, file.size - file.tell())))
 
     @_asked
     def take(self, path: str, file: Path) -> None:
@@ -354,7 +354,7 @@ class S3Bucket(Bucket):
     def _read(self, path: str) -> bytes:
         # Every range is asked of the version that was there first; fsspec's cat_file would mix them.
         with self._files.open(self.place(path), "rb", cache_type="none") as file:
-            return b"".join(iter(lambda: file.read(BLOCK_BYTES), b""))
+            return b"".join(file.read(BLOCK_BYTES) for _ in range(0, file.size, BLOCK_BYTES))
 
     def _copy(self, place: str, copy: Any) -> None:
         def begin_anew() -> None:
