@@ -1,7 +1,8 @@
 """Corpora in an object store: fetched once a machine, whole, and by their contents."""
 
-import multiprocessing
 import socket
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tests.object_store import BUCKET, SECRET, S3Server
 from tests.service_process import write_corpus
 from trials.corpora import CorpusError, PathCorpus, check_corpus, folder_of, load_corpus, resolved
 from trials.encoded import text_digests
-from trials.files import StoreAway, open_files
+from trials.files import S3Bucket, StoreAway, open_files
 
 
 @pytest.fixture
@@ -34,22 +35,23 @@ def fetches(s3: S3Server, corpus: PathCorpus) -> int:
     return sum(request.startswith(f"GET {path}/train.txt") for request in s3.requests())
 
 
-def load(corpus: PathCorpus, root: Path) -> None:
-    load_corpus(corpus, root)
-
-
 def test_a_corpus_by_url_is_the_one_in_its_folder_and_is_fetched_once(
-    corpus: PathCorpus, text: Path, s3: S3Server, tmp_path: Path
+    corpus: PathCorpus, text: Path, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_corpus(corpus, tmp_path)
-    looked = fetches(s3, corpus)
-    context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=load, args=(corpus, tmp_path)) for _ in range(2)]
+    looked, both, read = fetches(s3, corpus), threading.Barrier(2), S3Bucket.read
+
+    def slowly(bucket: S3Bucket, path: str) -> bytes:
+        with suppress(threading.BrokenBarrierError):  # where both fetch, they meet here
+            both.wait(0.5)
+        return read(bucket, path)
+
+    monkeypatch.setattr(S3Bucket, "read", slowly)
+    others = [threading.Thread(target=load_corpus, args=(corpus, tmp_path)) for _ in range(2)]
     for other in others:
         other.start()
     for other in others:
         other.join()
-    assert [other.exitcode for other in others] == [0, 0]
     found, here = load_corpus(corpus, tmp_path), load_corpus(PathCorpus(path=str(text)), tmp_path)
     assert (found.sha256, found.vocabulary) == (here.sha256, here.vocabulary)
     assert text_digests(corpus, tmp_path) == tuple(here.sha256.values())

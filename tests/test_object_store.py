@@ -117,7 +117,7 @@ def test_an_upload_that_is_killed_leaves_nothing_to_see_and_its_parts_are_remove
         uploader.wait()
         assert store.find_last("s1", 0) == FILES
         assert len(unfinished(store)) == 1
-        remove("s11")
+        remove("s")
         assert len(unfinished(store)) == 1
         remove("s1")
         assert not unfinished(store)

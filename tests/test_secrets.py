@@ -150,7 +150,7 @@ def rows_of(url: str) -> Iterator[tuple[str, bytes]]:
 
 
 def test_no_secret_is_found_anywhere_while_a_sweep_runs_or_afterwards(
-    planted: Planted, tmp_path: Path
+    planted: Planted, s3_server: S3Server, tmp_path: Path
 ) -> None:
     service = planted.service
     sweep_id = service.submit(small_spec(write_corpus(tmp_path / "corpus"), budget={"trials": 4}))
@@ -164,8 +164,9 @@ def test_no_secret_is_found_anywhere_while_a_sweep_runs_or_afterwards(
     assert planted.found_in(answers(service, sweep_id)) == []
     assert service.wait_for_end(sweep_id)["state"] == "succeeded"
     assert planted.found_in(answers(service, sweep_id)) == []
-    kept = list(files_below(service.data_dir))
-    assert {Path(place).suffix for place, _ in kept} >= {".log", ".tar"}
+    kept = list(files_below(service.data_dir, s3_server.folder))
+    assert {Path(place).suffix for place, _ in kept} >= {".log", ".lock"}
+    assert any(b"model.safetensors" in content for _, content in kept), "the store's objects are among them"
     assert planted.found_in(iter(kept)) == []
     assert planted.found_in(rows_of(planted.database_url)) == []
 
