@@ -4,6 +4,7 @@ What is written is there whole or not at all. An object store's client has error
 become OSErrors that say whether waiting helps; none of them repeats a credential.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -264,6 +265,8 @@ class Bucket(Files):
     way_out = "give credentials that may list, read, write and delete there"
 
     def _told(self, error: Exception) -> Exception:
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            return error  # of this machine, which was to have a copy
         if isinstance(error, PermissionError) or self._needs_somebody(error):
             return StoreRefused(
                 f"the store {self._url} refuses what it is asked ({_kind(error)}): {self.way_out}"
@@ -570,4 +573,4 @@ def _code(error: BaseException | None) -> str | None:
 
 def _kind(error: Exception) -> str:
     """What kind of error, without what it was asked: no key, no signature, and alike for all trials."""
-    return _code(error) or type(error).__name__
+    return _code(error) or " ".join([type(error).__name__, str(getattr(error, "code", ""))]).strip()
