@@ -9,9 +9,10 @@ import pytest
 
 from tests.object_store import BUCKET, SECRET, S3Server
 from tests.service_process import write_corpus
+from trials.buckets import S3Bucket, open_files
 from trials.corpora import CorpusError, PathCorpus, check_corpus, folder_of, load_corpus, resolved
 from trials.encoded import text_digests
-from trials.files import S3Bucket, StoreAway, open_files
+from trials.files import StoreAway
 
 
 @pytest.fixture

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from s3fs.core import S3File
 
+import trials.buckets
 import trials.files
 from tests.object_store import BUCKET, KEY, SECRET, S3Server
 from tests.service_process import wait_until
 from tests.test_attempt import best_bytes, epochs_of, small_corpus, small_task
+from trials.buckets import S3Bucket
 from trials.corpora import PathCorpus
-from trials.files import S3Bucket, StoreAway, StoreRefused, Superseded
+from trials.files import StoreAway, StoreRefused, Superseded
 from trials.store import CheckpointStore
 from trials.tasks import Task
 
@@ -31,7 +33,7 @@ names = itertools.count()
 @pytest.fixture(autouse=True)
 def without_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of requests by the client, which takes seconds."""
-    monkeypatch.setitem(trials.files.OPTIONS["s3"]["config_kwargs"]["retries"], "total_max_attempts", 1)
+    monkeypatch.setitem(trials.buckets.OPTIONS["s3"]["config_kwargs"]["retries"], "total_max_attempts", 1)
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def store(url: str) -> CheckpointStore:
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """LARGE is uploaded in three of them."""
-    monkeypatch.setattr(trials.files, "PART_BYTES", PART)
+    monkeypatch.setattr(trials.buckets, "PART_BYTES", PART)
 
 
 def unfinished(store: CheckpointStore) -> list[Any]:
@@ -95,9 +97,9 @@ def test_an_upload_that_fails_leaves_the_file_before_it_and_no_parts(
 
 
 UPLOADER = """
-import sys, trials.files
+import sys, trials.buckets
 from trials.store import CheckpointStore
-trials.files.PART_BYTES = 5 * 2**20
+trials.buckets.PART_BYTES = 5 * 2**20
 CheckpointStore(sys.argv[1]).save_last("s1", 0, {"weights": bytes(100 * 2**20)})
 """
 
@@ -126,7 +128,7 @@ def test_an_upload_that_is_killed_leaves_nothing_to_see_and_its_parts_are_remove
 def test_a_reader_sees_one_version_even_where_another_comes_between_two_ranges(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials.files, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(trials.buckets, "BLOCK_BYTES", 3000)
     contents = [{"weights": bytes([number]) * 10_000} for number in range(3)]
     fetch, asked = S3File._fetch_range, itertools.count()
 
@@ -283,7 +285,7 @@ def test_a_store_that_is_away_or_silent_is_said_to_be(
 ) -> None:
     store = CheckpointStore(f"s3://{BUCKET}/x")
     assert store.check() is None
-    monkeypatch.setattr(trials.files, "CHECK_S", 0.5)
+    monkeypatch.setattr(trials.buckets, "CHECK_S", 0.5)
     own_s3.freeze()
     said = store.check()
     own_s3.thaw()

@@ -35,7 +35,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from trials.files import EXTRAS, StoreAway, StoreRefused, alone, open_files
+from trials.buckets import EXTRAS, open_files
+from trials.files import StoreAway, StoreRefused, alone
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-from trials.files import open_files
+from trials.buckets import open_files
 
 SUMS = "SHA256SUMS"
 QUARANTINE = "quarantine"
