@@ -144,7 +144,7 @@ class Kept:
                 body, fault = bytes([body[0] ^ 1]) + body[1:], None
             refusal = fault or _stranger(environ) or _damaged(environ, body) or self._overtaken(environ)
             if refusal is not None:
-                return _refuse(refusal, start_response)
+                return _refuse(refusal, method, start_response)
             environ["wsgi.input"] = io.BytesIO(body)
             environ["CONTENT_LENGTH"] = str(len(body))
             environ.pop("HTTP_TRANSFER_ENCODING", None)
@@ -197,11 +197,12 @@ def _damaged(environ: dict[str, Any], body: bytes) -> tuple[str, int] | None:
     return None
 
 
-def _refuse(refusal: tuple[str, int], start_response: Any) -> list[bytes]:
+def _refuse(refusal: tuple[str, int], method: str, start_response: Any) -> list[bytes]:
     code, status = refusal
-    start_response(f"{status} {code}", [("Content-Type", "application/xml")])
-    said = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
-    return [said.encode()]
+    said = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+    headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(said)))]
+    start_response(f"{status} {code}", headers)
+    return [] if method == "HEAD" else [said]
 
 
 def main(folder: Path, port: int) -> None:

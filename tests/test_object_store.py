@@ -348,7 +348,7 @@ def test_an_attempt_whose_store_stays_away_or_refuses_is_infrastructure(
             *_, last = epochs_of(task, CheckpointStore(url), tmp_path)
         assert last.failure is not None
         assert last.failure.failure_class == "infrastructure"
-        assert f"({status}):" in last.failure.message.splitlines()[-1]
+        assert f"({status}):" in last.failure.message.splitlines()[-1], last.failure.message
         assert SECRET not in last.failure.message
         assert KEY not in last.failure.message
 
