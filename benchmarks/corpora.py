@@ -32,7 +32,7 @@ def once(corpus: CorpusSpec, way: str, folder: Path) -> tuple[float, float, floa
     if way == "by itself":
         loaded = load_corpus(corpus, folder)
     else:
-        loaded = load_encoded(corpus, folder, text_digests(corpus), folder / "shared")
+        loaded = load_encoded(corpus, folder, text_digests(corpus, folder), folder / "shared")
     seconds = time.process_time() - began
     gc.collect()
     after = psutil.Process().memory_full_info()

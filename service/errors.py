@@ -240,6 +240,13 @@ class DatabaseAway(ServiceError):
     retry_after_s = 1
 
 
+class CheckpointsAway(ServiceError):
+    """The checkpoint store does not answer, or refuses the service."""
+
+    status = 503
+    code = "checkpoints_away"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a request: where, as a JSON pointer into the body, and what would be right."""

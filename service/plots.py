@@ -18,8 +18,8 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from service.errors import CommandFailed
 from service.schemas import EpochView, TrialDetail
+from trials.files import write_whole
 from trials.perplexity import perplexity
-from trials.store import write_whole
 
 FORMATS = (".png", ".svg", ".pdf")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

@@ -23,7 +23,7 @@ from service.errors import CommandFailed
 from service.local import read_checkpoint, rebuild
 from service.runs import missing_extra
 from trials.checkpoints import BestCheckpoint
-from trials.store import write_together, write_whole
+from trials.files import write_together, write_whole
 
 
 def export_onnx(file: Path, out: Path) -> str:

@@ -17,10 +17,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, compile_path
 
 from service.access import opens_a_page
-from service.errors import DatabaseAway, InvalidRequest, Problem, ServiceError
+from service.errors import CheckpointsAway, DatabaseAway, InvalidRequest, Problem, ServiceError
 from service.origins import secure
 from service.own_pages import problem_page
 from service.problems import MOST_PROBLEMS, Schema, plain_problem, problem_response, problems_in, refusal
+from trials.files import StoreAway, StoreRefused
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def answer_errors_as_problems(app: FastAPI) -> None:
         HTTPException: _on_http_error,
         Exception: _on_crash,
         **dict.fromkeys(OF_THE_DATABASE, _on_database_away),
+        **dict.fromkeys((StoreAway, StoreRefused), _on_checkpoints_away),
     }
     for kind, answer in answers.items():
         app.add_exception_handler(kind, _fit_for_the_asker(answer))
@@ -157,6 +159,12 @@ def _on_database_away(request: Request, error: Exception) -> Response:
     log.error("the database did not do as it was asked", exc_info=error)
     words = f"the database does not answer: {type(error).__name__}; ask again in {RETRY_AFTER_S} seconds"
     return refusal(DatabaseAway(words), request.scope["path"], {"retry-after": str(RETRY_AFTER_S)})
+
+
+def _on_checkpoints_away(request: Request, error: Exception) -> Response:
+    log.error("the checkpoint store did not do as it was asked", exc_info=error)
+    retry = {"retry-after": str(RETRY_AFTER_S)}
+    return refusal(CheckpointsAway(str(error)), request.scope["path"], retry)
 
 
 def _on_crash(request: Request, error: Exception) -> Response:

@@ -41,9 +41,10 @@ from service.running import Interrupted, Signals, print_addresses, running_servi
 from service.schemas import SweepDetail, TrialView
 from service.settings import Settings
 from service.texts import load, parse_strictly
-from trials.corpora import PUBLISHED, Corpus, PathCorpus
+from trials.corpora import PUBLISHED, Corpus, PathCorpus, is_url
+from trials.files import write_whole
 from trials.spec import SweepRequest, SweepSpec
-from trials.store import CheckpointStore, write_whole
+from trials.store import CheckpointStore
 from trials.tables import MASK_SAMPLES, SCALES, TABLES, Scale, Table, build_spec
 
 NOT_TRAINED = ("name", "labels", "baseline", "resources", "retry")
@@ -189,7 +190,9 @@ def _train(
 
 def _require_text_in_place(spec: SweepSpec) -> None:
     """What is left to do reads the corpus where it lay when the sweep began. Raises CommandFailed."""
-    if isinstance(spec.corpus, PathCorpus) and not Path(spec.corpus.path).is_dir():
+    if not isinstance(spec.corpus, PathCorpus) or is_url(spec.corpus.path):
+        return
+    if not Path(spec.corpus.path).is_dir():
         raise CommandFailed(
             f"this sweep began with the corpus at {spec.corpus.path}, which is no directory any more: put it "
             "back, or begin again in another --out"

@@ -4,6 +4,7 @@ Wishes are written down; the reconciler carries them out.
 """
 
 import hashlib
+import logging
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,15 @@ from sqlalchemy.exc import SQLAlchemyError
 from service.archives import archive_of, filename_of
 from service.changes import changed, extended
 from service.database import migrate, open_engine
-from service.errors import IllegalMove, IllegalTrialMove, InvalidSpec, NoCheckpointYet, PointNotFound, Problem
+from service.errors import (
+    CommandFailed,
+    IllegalMove,
+    IllegalTrialMove,
+    InvalidSpec,
+    NoCheckpointYet,
+    PointNotFound,
+    Problem,
+)
 from service.fitting import certain_problems, corpus_stamp, disk_of, find_little_room
 from service.launcher import Capacity, Launcher
 from service.lifecycle import TERMINAL_STATES, Verb, legal_requests, legal_words
@@ -45,11 +54,14 @@ from service.settings import Settings
 from service.studies import open_storage
 from service.views import NOTHING_YET, SweepViews, best_of, point_view
 from trials.corpora import CorpusError, check_corpus, resolved
+from trials.files import StoreAway, StoreRefused
 from trials.rows import Remembered
 from trials.spec import Budget, FailureClass, Point, SweepRequest, SweepSpec, merged
 from trials.steps import Probe, ProbeOrder
 from trials.store import CheckpointStore
 from trials.studies import rename_study
+
+log = logging.getLogger(__name__)
 
 RETRIED_BY_DEFAULT: frozenset[FailureClass] = frozenset(get_args(FailureClass)) - {"diverged"}
 
@@ -367,8 +379,7 @@ class SweepController:
             self.records.ping()
         except SQLAlchemyError as error:
             return [f"the database does not answer: {type(error).__name__}"]
-        little = find_little_room(self.data_dir)
-        return [] if little is None else [little]
+        return [words for words in (find_little_room(self.data_dir), self.store.check()) if words is not None]
 
 
 def build_controller(settings: Settings, launcher: Launcher) -> SweepController:
@@ -378,9 +389,21 @@ def build_controller(settings: Settings, launcher: Launcher) -> SweepController:
     engine = open_engine(settings.resolved_database_url)
     migrate(engine)
     storage = get_storage(open_storage(settings.resolved_database_url))
-    store = CheckpointStore(settings.resolved_store_url)
+    store = open_store(settings)
     data_dir, store_url = settings.data_dir.resolve(), settings.resolved_store_url
     return SweepController(Records(engine), storage, store, launcher, data_dir, store_url)
+
+
+def open_store(settings: Settings) -> CheckpointStore:
+    """Of checkpoints. One that is away may come back; raises CommandFailed where somebody must see to it."""
+    try:
+        store = CheckpointStore(settings.resolved_store_url)
+        store.require()
+    except StoreAway as error:
+        log.warning("%s; until then no checkpoint can be saved or fetched", error)
+    except StoreRefused as error:
+        raise CommandFailed(str(error)) from error
+    return store
 
 
 def _require_room(

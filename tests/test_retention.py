@@ -93,8 +93,7 @@ def test_what_rests_refers_to_stays_and_everything_else_is_put_aside(
         put(tmp_path, name)
     make_old(tmp_path)
     found = collect_orphans(records, storage, store, store_is_ours=True)
-    root = tmp_path / "checkpoints"
-    assert {str(Path(path).relative_to(root)) for path in found} == orphans
+    assert set(found) == orphans
     aside = {f"quarantine/{now():%Y-%m-%d}/{name}" for name in orphans}
     assert there(tmp_path) == referred_to | aside
     assert collect_orphans(records, storage, store, store_is_ours=True) == []

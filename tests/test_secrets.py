@@ -21,6 +21,7 @@ from service.launcher import MARK, marked_processes
 from service.settings import Settings
 from service.tokens import Tokens
 from tests.databases import PostgreSQL
+from tests.object_store import BUCKET, S3Server
 from tests.service_process import (
     ServiceProcess,
     running_service,
@@ -69,7 +70,9 @@ class Planted:
 
 
 @pytest.fixture(scope="module")
-def planted(server: PostgreSQL, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
+def planted(
+    server: PostgreSQL, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Planted]:
     url = server.create_database()
     engine = open_engine(url)
     migrate(engine)
@@ -77,7 +80,12 @@ def planted(server: PostgreSQL, tmp_path_factory: pytest.TempPathFactory) -> Ite
     (_, written), (revoked, gone) = (tokens.create(name, "admin", None) for name in ("valid", "revoked"))
     tokens.revoke(revoked.id)
     engine.dispose()
-    environment = {**IN_ENVIRONMENT, "FRATERNAL_DATABASE_URL": url}
+    environment = {
+        **s3_server.environment,
+        **IN_ENVIRONMENT,
+        "FRATERNAL_DATABASE_URL": url,
+        "FRATERNAL_STORE_URL": f"s3://{BUCKET}/secrets",
+    }
     with running_service(tmp_path_factory.mktemp("secrets") / "data", environment) as service:
         cookie = signed_in(service, written)
         service._http.headers["authorization"] = f"Bearer {written}"
@@ -142,7 +150,7 @@ def rows_of(url: str) -> Iterator[tuple[str, bytes]]:
 
 
 def test_no_secret_is_found_anywhere_while_a_sweep_runs_or_afterwards(
-    planted: Planted, tmp_path: Path
+    planted: Planted, s3_server: S3Server, tmp_path: Path
 ) -> None:
     service = planted.service
     sweep_id = service.submit(small_spec(write_corpus(tmp_path / "corpus"), budget={"trials": 4}))
@@ -156,8 +164,9 @@ def test_no_secret_is_found_anywhere_while_a_sweep_runs_or_afterwards(
     assert planted.found_in(answers(service, sweep_id)) == []
     assert service.wait_for_end(sweep_id)["state"] == "succeeded"
     assert planted.found_in(answers(service, sweep_id)) == []
-    kept = list(files_below(service.data_dir))
-    assert {Path(place).suffix for place, _ in kept} >= {".log", ".tar"}
+    kept = list(files_below(service.data_dir, s3_server.folder))
+    assert {Path(place).suffix for place, _ in kept} >= {".log", ".lock"}
+    assert any(b"model.safetensors" in content for _, content in kept), "the store's objects are among them"
     assert planted.found_in(iter(kept)) == []
     assert planted.found_in(rows_of(planted.database_url)) == []
 

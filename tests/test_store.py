@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,14 +13,16 @@ import tarfile
 import time
 import zipfile
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import fsspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, pack, unpack, write_together, write_whole
+from tests.object_store import BUCKET
+from trials.files import write_together, write_whole
+from trials.store import SUMS, CheckpointStore, CorruptCheckpoint, pack, unpack
 
 FILES = {"config.json": b'{"kappa": 0.1}', "weights": bytes(range(256)) * 3, "empty": b""}
 NAMES = st.text("abcXYZ019._-", min_size=1, max_size=40).filter(lambda name: name not in {SUMS, ".", ".."})
@@ -143,12 +146,16 @@ def test_names_that_lead_elsewhere_never_touch_the_disk(
 # Conformance: every kind of store.
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "memory", "s3", "gs"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     if request.param == "file":
         return CheckpointStore((tmp_path / "checkpoints").as_uri())
-    fsspec.filesystem("memory").store.clear()
-    return CheckpointStore("memory://checkpoints")
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return CheckpointStore(f"s3://{BUCKET}/{secrets.token_hex(4)}")
+    if request.param == "gs":
+        return CheckpointStore(f"{request.getfixturevalue('gs_url')}/{secrets.token_hex(4)}")
+    return CheckpointStore(f"memory://{secrets.token_hex(4)}")
 
 
 def test_last_comes_back_as_it_was_saved_last_and_is_gone_when_discarded(store: CheckpointStore) -> None:
@@ -189,7 +196,7 @@ def test_removed_sweep_leaves_nothing_and_takes_no_other_with_it(store: Checkpoi
     for _ in range(2):
         store.remove_sweep("s1")
     assert store.find_last("s1", 0) is None
-    assert not store._files.exists(f"{store._root}/s1")
+    assert not store.has_sweep("s1")
     assert store.find_last("s11", 0) == FILES
 
 
@@ -216,6 +223,55 @@ def test_reader_of_best_is_not_disturbed_by_a_replacement(store: CheckpointStore
         assert unpack(head + file.read(), "best") == FILES
     with store.open_best("s1", 0) as file:
         assert unpack(file, "best") == {"weights": bytes(100_000)}
+
+
+def test_what_is_put_aside_is_no_file_of_the_store_and_goes_with_its_day(store: CheckpointStore) -> None:
+    for number in range(2):
+        store.save_best("s1", number, FILES)
+    store.save_last("s1", 0, FILES)
+    found = {file.path: file for file in store.files()}
+    assert set(found) == {"s1/t00000/best.tar", "s1/t00000/last.tar", "s1/t00001/best.tar"}
+    file = found["s1/t00000/best.tar"]
+    assert (file.sweep_id, file.number, file.name) == ("s1", 0, "best.tar")
+    assert abs(datetime.now(UTC) - file.written_at) < timedelta(minutes=5)
+    for _ in range(2):
+        store.put_aside(file, datetime(2026, 1, 2, tzinfo=UTC))
+        assert {file.path for file in store.files()} == set(found) - {file.path}
+    assert store.numbers_with_best("s1") == [1]
+    assert store.numbers_with_last("s1") == [0]
+    aside = "quarantine/2026-01-02/s1/t00000/best.tar"
+    store.empty_quarantine(datetime(2026, 1, 2, tzinfo=UTC))
+    assert unpack(store._files.read(aside), aside) == FILES
+    store.empty_quarantine(datetime(2026, 1, 3, tzinfo=UTC))
+    assert not store._files.exists(aside)
+
+
+def test_who_finds_a_store_empty_becomes_its_owner_and_nobody_else(store: CheckpointStore) -> None:
+    assert [store.is_owned_by(owner) for owner in ("aaaaaa", "bbbbbb", "aaaaaa")] == [True, False, True]
+    assert list(store.files()) == []
+
+
+def test_a_store_with_sweeps_and_without_an_owner_stays_so(store: CheckpointStore) -> None:
+    store.save_last("s1", 0, FILES)
+    assert not store.is_owned_by("aaaaaa")
+    assert not store.is_owned_by("aaaaaa")
+
+
+def test_a_checkpoint_is_taken_in_as_it_is_given(store: CheckpointStore, tmp_path: Path) -> None:
+    store.save_last("s1", 0, FILES)
+    store.save_best("s1", 0, {"best": b"1"})
+    given = {}
+    for name, opened in store.open_all("s1", 0):
+        with opened:
+            given[name] = opened.read()
+    assert list(given) == ["s1/t00000/last.tar", "s1/t00000/best.tar"]
+    store.remove_sweep("s1")
+    assert not store.has_sweep("s1")
+    for name, content in given.items():
+        (tmp_path / "file").write_bytes(content)
+        store.put(name, tmp_path / "file")
+    assert store.has_sweep("s1")
+    assert store.find_last("s1", 0) == FILES
 
 
 SCRAPPED: list[Callable[[bytes], bytes]] = [
@@ -322,7 +378,8 @@ def test_an_archive_that_was_unpacked_and_packed_again_by_tar_is_one(tmp_path: P
 WRITER = """
 import itertools, sys
 from pathlib import Path
-from trials.store import pack, write_whole
+from trials.files import write_whole
+from trials.store import pack
 for count in itertools.count():
     write_whole(Path(sys.argv[1]), pack({"count": b"%d" % count, "weights": bytes([count % 256]) * 200_000}))
     if count == 0:

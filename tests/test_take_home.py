@@ -27,8 +27,9 @@ from tests.service_process import write_corpus
 from trials.checkpoints import read_best, write_best
 from trials.corpora import EOS, PUBLISHED, PathCorpus, load_corpus
 from trials.evaluation import evaluate
+from trials.files import write_whole
 from trials.perplexity import perplexity
-from trials.store import pack, unpack, write_whole
+from trials.store import pack, unpack
 
 SMALL = ["--epochs", "1", "--batch-size", "4", "--bptt", "15", "--seed", "3", "--device", "cpu"]
 SIZES = ["--embedding-size", "12", "--hidden-size", "12", "--layers", "1"]

@@ -1,6 +1,7 @@
 """One attempt at a trial, from its task to its last report. No ray, no database: only checkpoints."""
 
 import errno
+import logging
 import math
 import os
 import platform
@@ -9,8 +10,9 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -18,12 +20,17 @@ from models.precision import UnsupportedPrecision
 from trials.checkpoints import BestCheckpoint, pack_state, unpack_state
 from trials.corpora import Corpus, CorpusError, CorpusSpec, load_corpus
 from trials.encoded import load_encoded, text_digests
+from trials.files import StoreAway, waits
 from trials.memory import require_memory
 from trials.spec import FailureClass
 from trials.store import CheckpointStore, CorruptCheckpoint
 from trials.tasks import Failure, Report, Task
 from trials.training import Diverged, EpochResult, Training
 from trials.version import own_version
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 METRICS = ("epoch", "train_loss", "valid_loss", "raw_valid_loss", "averaged")
 """What is kept of an epoch beside its weights; no timings, so that equal runs make equal files."""
@@ -120,8 +127,9 @@ def _train(
     data_dir: Path,
     shared: Path | None,
     pause_is_asked: Callable[[], bool],
-) -> Iterator[Report]:
-    corpus = load_text(task.corpus, data_dir, shared)
+) -> Generator[Report]:
+    living = Timer(task.hang_s / SIGNS_OF_LIFE)
+    corpus = yield from _patiently(partial(load_text, task.corpus, data_dir, shared), living)
     if task.corpus_sha256 not in (None, corpus.sha256):
         raise CorpusError(
             "the text has changed since this sweep began, and its trials would not compare: "
@@ -138,33 +146,56 @@ def _train(
         task.seed,
         task.device,
     )
-    _resume(training, task, store)
-    for earlier in training.history[max(0, task.recorded_epochs - 1) :]:
-        yield _report(task, store, training, corpus, earlier)
     saving, looking = Timer(task.checkpoint_every_s), Timer(0)
-    living = Timer(task.hang_s / SIGNS_OF_LIFE)
+    report = partial(_report, task, store, training, corpus)
+    yield from _patiently(partial(_resume, training, task, store), living)
+    for earlier in training.history[max(0, task.recorded_epochs - 1) :]:
+        yield (yield from _patiently(partial(report, earlier), living))
+    for timer in (saving, living):
+        timer.restart()
     for result in training.run(min(LOOK_EVERY_S, task.checkpoint_every_s, task.hang_s / SIGNS_OF_LIFE)):
         if result is not None:
             require_finite(result)
             # Before `last`: what `last` has seen, `best` never falls behind. Nor does it fall behind the
             # record, where no `last` could be read and epochs are trained again.
+            best_sha256 = None
             if result.is_best and result.epoch >= task.best_epoch:
-                store.save_best(task.sweep_id, task.number, best_checkpoint(training, task, corpus).files())
+                files = best_checkpoint(training, task, corpus).files()
+                save = partial(store.save_best, task.sweep_id, task.number, files, task.attempt)
+                best_sha256 = yield from _patiently(save, living)
         wanted = False
         if result is None and looking.is_due:
             with looking.doing(), suppress(Exception):  # the store is away: another look may find it back
                 wanted = pause_is_asked()
         # What the sweep hears while it pauses is this attempt's last word: also a sign of life.
         if result is not None or wanted or saving.is_due or living.is_due:
-            with saving.doing():
-                store.save_last(task.sweep_id, task.number, pack_state(*training.state()))
+            yield from _patiently(partial(_save_last, training, task, store, saving), living)
         if result is not None:
-            yield _report(task, store, training, corpus, result)
+            yield (yield from _patiently(partial(report, result, best_sha256), living))
         elif wanted or living.is_due:
             yield ALIVE
         else:
             continue
         living.restart()
+
+
+def _patiently(ask: Callable[[], T], living: Timer) -> Generator[Report, None, T]:
+    """As trials.files.patiently, with signs of life in between: training waits for a store that is away."""
+    for wait_s in waits():
+        try:
+            return ask()
+        except StoreAway as error:
+            log.warning("%s; asking again in %.0f s", error, wait_s)
+        if living.is_due:
+            yield ALIVE
+            living.restart()
+        time.sleep(wait_s)
+    return ask()
+
+
+def _save_last(training: Training, task: Task, store: CheckpointStore, saving: Timer) -> None:
+    with saving.doing():  # raised out of, it counts for nothing: waiting is not what saving takes
+        store.save_last(task.sweep_id, task.number, pack_state(*training.state()), task.attempt)
 
 
 def require_finite(result: EpochResult) -> None:
@@ -201,15 +232,21 @@ def _resume(training: Training, task: Task, store: CheckpointStore) -> None:
 
 
 def _report(
-    task: Task, store: CheckpointStore, training: Training, corpus: Corpus, result: EpochResult
+    task: Task,
+    store: CheckpointStore,
+    training: Training,
+    corpus: Corpus,
+    result: EpochResult,
+    best_sha256: str | None = None,
 ) -> Report:
+    """`best_sha256` is of the best checkpoint where this attempt has just saved it."""
     best = min(training.history[: result.epoch], key=lambda earlier: earlier.valid_loss)
     return Report(
         epoch=asdict(result),
         finished=training.finished and result.epoch == len(training.history),
         best_epoch=best.epoch,
         best_valid_loss=best.valid_loss,
-        checkpoint_sha256=_best_sha256(store, task) if best.epoch == result.epoch else None,
+        checkpoint_sha256=(best_sha256 or _best_sha256(store, task)) if best.epoch == result.epoch else None,
         device=describe_device(task.device),
         runtime=describe_runtime(),
         corpus_sha256={str(split): digest for split, digest in corpus.sha256.items()},
@@ -262,7 +299,7 @@ def _failed(failure_class: FailureClass, message: str) -> Report:
 
 def load_text(corpus: CorpusSpec, data_dir: Path, shared: Path | None) -> Corpus:
     """As a trial reads it: once for a process, and encoded once for a machine. Raises CorpusError."""
-    return _load_corpus(corpus, data_dir, text_digests(corpus), shared)
+    return _load_corpus(corpus, data_dir, text_digests(corpus, data_dir), shared)
 
 
 @lru_cache(maxsize=2)

@@ -18,7 +18,8 @@ from torch import Tensor
 from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
 from trials.corpora import Vocabulary
-from trials.store import CorruptCheckpoint, pack, unpack, write_whole
+from trials.files import write_whole
+from trials.store import CorruptCheckpoint, pack, unpack
 
 NO_FIT = "the checkpoint's weights and its config.json do not fit together"
 

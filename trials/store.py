@@ -1,4 +1,4 @@
-"""Where checkpoints live: every path, and files that are written whole. No torch.
+"""Where checkpoints live: every path, and what is in an archive. No torch.
 
 An archive is an uncompressed tar of a few named files and their SHA256SUMS. It is one file, so that replacing
 it is one rename and fetching it is one download; its bytes are a function of its contents.
@@ -6,25 +6,20 @@ it is one rename and fetching it is one download; its bytes are a function of it
 
 import hashlib
 import io
-import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-import fsspec
+from trials.buckets import open_files
 
 SUMS = "SHA256SUMS"
 QUARANTINE = "quarantine"
 OWNER = "owner"
-
-
-PART = ".part"
-"""Ends the name of a file that is being written."""
 
 
 class CorruptCheckpoint(Exception):
@@ -33,7 +28,7 @@ class CorruptCheckpoint(Exception):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a store, by where it lies."""
+    """A file of a store, by its path there."""
 
     path: str
     sweep_id: str
@@ -44,20 +39,36 @@ class StoredFile:
 
 
 class CheckpointStore:
-    """`{url}/{sweep}/t00042/last.tar` (to go on with) and `best.tar` (to use), for each trial of a sweep."""
+    """`{url}/{sweep}/t00042/last.tar` (to go on with) and `best.tar` (to use), for each trial of a sweep.
+
+    Raises StoreAway and StoreRefused of trials.files, and StoreRefused for a URL that cannot be one.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._files, self._root = fsspec.core.url_to_fs(url)
+        self._files = open_files(url)
 
-    def save_last(self, sweep_id: str, number: int, files: Mapping[str, bytes]) -> None:
-        self._write(self._path(sweep_id, number, "last.tar"), pack(files))
+    def check(self) -> str | None:
+        """What is to be said where the store does not do its work; None where it does."""
+        try:
+            self._files.check()
+        except OSError as error:
+            return str(error)
+        return None
+
+    def require(self) -> None:
+        """Raises StoreAway, StoreRefused where an object store cannot be read and written."""
+        self._files.require()
+
+    def save_last(self, sweep_id: str, number: int, files: Mapping[str, bytes], attempt: int = 0) -> None:
+        """Raises Superseded where a later attempt at the trial has saved one, if the store can tell."""
+        self._files.write(_path(sweep_id, number, "last.tar"), pack(files), attempt)
 
     def find_last(self, sweep_id: str, number: int) -> dict[str, bytes] | None:
         """The files of `last`, if it is there. Raises CorruptCheckpoint."""
-        path = self._path(sweep_id, number, "last.tar")
+        path = _path(sweep_id, number, "last.tar")
         try:
-            return unpack(self._files.cat_file(path), path)
+            return unpack(self._files.read(path), self._files.place(path))
         except FileNotFoundError:
             return None
 
@@ -70,109 +81,82 @@ class CheckpointStore:
         return self._numbers_with(sweep_id, "best.tar")
 
     def _numbers_with(self, sweep_id: str, name: str) -> list[int]:
-        self._files.invalidate_cache()
-        found = self._files.glob(f"{self._root}/{sweep_id}/t*/{name}")
-        return [int(path.split("/")[-2].removeprefix("t")) for path in found]
+        found = map(_stored, self._files.find(sweep_id))
+        return [file.number for file in found if file.name == name and file.number is not None]
 
     def discard_last(self, sweep_id: str, number: int) -> None:
-        with suppress(FileNotFoundError):
-            self._files.rm_file(self._path(sweep_id, number, "last.tar"))
+        self._files.remove(_path(sweep_id, number, "last.tar"))
 
     def ask_to_pause(self, sweep_id: str, driver: str) -> None:
         """Have the running trials of a driver save their state: workers see the store, and no database."""
-        self._write(self._pause(sweep_id, driver), b"")
+        self._files.write(_pause(sweep_id, driver), b"1")
 
     def pause_is_asked(self, sweep_id: str, driver: str) -> bool:
-        self._files.invalidate_cache()
-        return bool(self._files.exists(self._pause(sweep_id, driver)))
+        return self._files.is_there(_pause(sweep_id, driver))
 
     def withdraw_pause(self, sweep_id: str, driver: str) -> None:
-        with suppress(FileNotFoundError):
-            self._files.rm_file(self._pause(sweep_id, driver))
+        self._files.remove(_pause(sweep_id, driver))
 
     def announce(self, sweep_id: str, driver: str) -> None:
         """Write down that this is where a driver's workers are to save what they do."""
-        self._write(self._announced(sweep_id, driver), b"")
+        self._files.write(_announced(sweep_id, driver), b"1")
 
     def is_announced(self, sweep_id: str, driver: str) -> bool:
         """Whether that driver sees the same store as who asks, on another machine say."""
-        self._files.invalidate_cache()
-        return bool(self._files.exists(self._announced(sweep_id, driver)))
+        return self._files.is_there(_announced(sweep_id, driver))
 
     def withdraw(self, sweep_id: str, driver: str) -> None:
-        with suppress(FileNotFoundError):
-            self._files.rm_file(self._announced(sweep_id, driver))
+        self._files.remove(_announced(sweep_id, driver))
 
     def remove_sweep(self, sweep_id: str) -> None:
         """All that is kept of a sweep, if anything is."""
-        with suppress(FileNotFoundError):
-            self._files.rm(f"{self._root}/{sweep_id}", recursive=True)
+        self._files.remove_all(sweep_id)
 
     def files(self) -> Iterator[StoredFile]:
         """Everything in the store, but for what was put aside."""
-        for path in self._files.find(self._root):
-            parts = path.removeprefix(f"{self._root}/").split("/")
-            if parts[0] in {QUARANTINE, OWNER}:
-                continue
-            trial = re.fullmatch(r"t(\d{5,})", parts[1]) if len(parts) == 3 else None
-            with suppress(FileNotFoundError):  # it has just been replaced, or removed
-                written_at = self._files.modified(path)
-                number = int(trial[1]) if trial else None
-                yield StoredFile(path, parts[0], number, parts[-1], written_at.astimezone(UTC))
+        for file in map(_stored, self._files.find()):
+            if file.sweep_id not in {QUARANTINE, OWNER}:
+                yield file
 
     def is_owned_by(self, owner: str) -> bool:
         """Whether only this owner's sweeps are kept here: who finds the store empty becomes its owner."""
-        path = f"{self._root}/{OWNER}"
-        self._files.invalidate_cache()
-        if not self._files.exists(self._root) or not self._files.ls(self._root, detail=False):
-            self._write(path, owner.encode())
-        return bool(self._files.exists(path) and self._files.cat_file(path) == owner.encode())
+        if not self._files.names(""):
+            self._files.create(OWNER, owner.encode())
+        try:
+            return self._files.read(OWNER) == owner.encode()
+        except FileNotFoundError:
+            return False
 
     def put_aside(self, file: StoredFile, at: datetime) -> None:
         """Where nobody looks for it, below the day on which it was done."""
-        aside = f"{self._root}/{QUARANTINE}/{at:%Y-%m-%d}{file.path.removeprefix(self._root)}"
-        self._files.makedirs(aside.rpartition("/")[0], exist_ok=True)
         with suppress(FileNotFoundError):  # somebody removed it
-            self._files.mv(file.path, aside)
+            self._files.move(file.path, f"{QUARANTINE}/{at:%Y-%m-%d}/{file.path}")
 
     def empty_quarantine(self, until: datetime) -> None:
         """Remove for good what was put aside on the days before that one."""
-        self._files.invalidate_cache()
-        folder = f"{self._root}/{QUARANTINE}"
-        days = self._files.ls(folder, detail=False) if self._files.exists(folder) else []
-        for path in days:
-            if path.rstrip("/").rpartition("/")[2] < f"{until:%Y-%m-%d}":
-                self._files.rm(path, recursive=True)
-
-    def _announced(self, sweep_id: str, driver: str) -> str:
-        return f"{self._root}/{sweep_id}/driver-{driver}"
-
-    def _pause(self, sweep_id: str, driver: str) -> str:
-        return f"{self._root}/{sweep_id}/pause-{driver}"
+        for day in self._files.names(QUARANTINE):
+            if day < f"{until:%Y-%m-%d}":
+                self._files.remove_all(f"{QUARANTINE}/{day}")
 
     def discard_unfinished(self, sweep_id: str) -> None:
         """Remove what workers of a sweep were writing when they were killed; none may be alive."""
-        if self._is_local:
-            for part in Path(self._root, sweep_id).glob(f"*/*{PART}"):
-                part.unlink(missing_ok=True)
+        self._files.end_unfinished(sweep_id)
 
-    def save_best(self, sweep_id: str, number: int, files: Mapping[str, bytes]) -> str:
-        """Replace the trial's best checkpoint; returns its SHA-256."""
+    def save_best(self, sweep_id: str, number: int, files: Mapping[str, bytes], attempt: int = 0) -> str:
+        """Replace the trial's best checkpoint; returns its SHA-256. Raises Superseded, as save_last does."""
         archive = pack(files)
-        self._write(self._path(sweep_id, number, "best.tar"), archive)
+        self._files.write(_path(sweep_id, number, "best.tar"), archive, attempt)
         return hashlib.sha256(archive).hexdigest()
 
     def discard_best(self, sweep_id: str, number: int) -> None:
-        with suppress(FileNotFoundError):
-            self._files.rm_file(self._path(sweep_id, number, "best.tar"))
+        self._files.remove(_path(sweep_id, number, "best.tar"))
 
     def has_best(self, sweep_id: str, number: int) -> bool:
-        self._files.invalidate_cache()
-        return bool(self._files.exists(self._path(sweep_id, number, "best.tar")))
+        return self._files.exists(_path(sweep_id, number, "best.tar"))
 
     def open_best(self, sweep_id: str, number: int) -> BinaryIO:
         """The archive, open for reading: undisturbed by a replacement. Raises FileNotFoundError."""
-        return cast(BinaryIO, self._files.open(self._path(sweep_id, number, "best.tar"), "rb"))
+        return self._files.open(_path(sweep_id, number, "best.tar"))
 
     def open_all(self, sweep_id: str, number: int) -> Iterator[tuple[str, BinaryIO]]:
         """Each checkpoint that a trial has, by its path in the store, open for reading: undisturbed by a
@@ -181,76 +165,40 @@ class CheckpointStore:
         `best` comes last: of what the `last` before it has seen, it is never behind.
         """
         for name in ("last.tar", "best.tar"):
-            path = self._path(sweep_id, number, name)
+            path = _path(sweep_id, number, name)
             with suppress(FileNotFoundError):
-                yield path.removeprefix(f"{self._root}/"), self._files.open(path, "rb")
+                yield path, self._files.open(path)
 
     def has_sweep(self, sweep_id: str) -> bool:
-        return bool(self._files.exists(f"{self._root}/{sweep_id}"))
+        return self._files.exists(sweep_id)
 
     def put(self, name: str, file: Path) -> None:
         """Take a checkpoint in under its path in the store, as `open_all` gives it."""
-        path = f"{self._root}/{name}"
-        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self._files.put_file(str(file), path)
+        self._files.take(name, file)
 
     def best_sha256(self, sweep_id: str, number: int) -> str:
         """SHA-256 of the best checkpoint's file. Raises FileNotFoundError."""
         with self.open_best(sweep_id, number) as file:
             return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
-    @property
-    def _is_local(self) -> bool:
-        return "file" in _protocols(self._files)
 
-    def _path(self, sweep_id: str, number: int, name: str) -> str:
-        return f"{self._root}/{sweep_id}/t{number:05d}/{name}"
-
-    def _write(self, path: str, content: bytes) -> None:
-        if self._is_local:
-            write_whole(Path(path), content)
-        else:  # object stores replace objects whole
-            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._files.pipe_file(path, content)
+def _path(sweep_id: str, number: int, name: str) -> str:
+    return f"{sweep_id}/t{number:05d}/{name}"
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file so that a crash at any moment leaves the old one or the new one."""
-    write_together({path: content})
+def _announced(sweep_id: str, driver: str) -> str:
+    return f"{sweep_id}/driver-{driver}"
 
 
-def write_together(files: Mapping[Path, bytes]) -> None:
-    """Replace files that belong together, none before all of them are on the disk.
-
-    Raises OSError with the name of the file that could not be written.
-    """
-    parts = {path: path.with_name(path.name + PART) for path in files}
-    try:
-        for path, content in files.items():
-            with _named(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with parts[path].open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-        for path, part in parts.items():
-            part.replace(path)
-    except BaseException:  # the disk is full, `path` is a folder, or somebody has interrupted it
-        for part in parts.values():
-            part.unlink(missing_ok=True)
-        raise
-    for folder in {path.parent for path in files}:
-        _fsync_directory(folder)
+def _pause(sweep_id: str, driver: str) -> str:
+    return f"{sweep_id}/pause-{driver}"
 
 
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """What a write raises names no file."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
+def _stored(found: tuple[str, datetime]) -> StoredFile:
+    path, written_at = found
+    parts = path.split("/")
+    trial = re.fullmatch(r"t(\d{5,})", parts[1]) if len(parts) == 3 else None
+    return StoredFile(path, parts[0], int(trial[1]) if trial else None, parts[-1], written_at)
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
@@ -310,15 +258,3 @@ def sha256_of(path: Path) -> str:
     """Of a whole file. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _protocols(files: Any) -> tuple[str, ...]:
-    return (files.protocol,) if isinstance(files.protocol, str) else tuple(files.protocol)

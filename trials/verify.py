@@ -19,6 +19,7 @@ from trials.attempt import describe_device, describe_runtime, load_text
 from trials.checkpoints import BestCheckpoint, read_best, rebuilt
 from trials.corpora import Corpus, CorpusError
 from trials.evaluation import evaluate
+from trials.files import patiently
 from trials.store import CheckpointStore, CorruptCheckpoint
 from trials.verification import GONE, TOLERANCE, TOLERANCE_ELSEWHERE, Check, Verification
 
@@ -45,7 +46,7 @@ def _verified(
     check: Check, so_far: Verification, store: CheckpointStore, data_dir: Path, shared: Path | None
 ) -> Verification:
     try:
-        with store.open_best(check.sweep_id, check.number) as file:
+        with patiently(lambda: store.open_best(check.sweep_id, check.number)) as file:
             content = file.read()
     except FileNotFoundError as error:
         raise FileNotFoundError(GONE) from error
@@ -68,7 +69,7 @@ def _verified(
             f"its metrics say {recorded:.9f}, and the trial reported {check.valid_loss:.9f}"
         )
     model = rebuilt(checkpoint).to(check.on)
-    corpus = load_text(check.corpus, data_dir, shared)
+    corpus = patiently(lambda: load_text(check.corpus, data_dir, shared))
     _require_same_text(checkpoint, corpus)
     loss = evaluate(model, corpus.valid)
     if not math.isfinite(loss):
