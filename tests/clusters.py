@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -46,19 +46,19 @@ class RayNode:
 class RayCluster:
     """Its head has no CPUs: the trials run on the nodes that are added."""
 
-    def __init__(self, folder: Path, ip: str = "127.0.0.1", within: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, ip: str, environment: Mapping[str, str]) -> None:
         self._folder, self._ip = folder, ip
-        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = {**environment, **token}
         """For whoever is to be a part of it."""
-        self.address = f"{ip}:{_free_port()}"
+        self.address = f"{ip}:{_free_port(ip)}"
         self.nodes: list[RayNode] = []
-        self._within = within
         self.begin_again()
 
     def begin_again(self) -> None:
         """With a head alone, at the same address."""
         port = f"--port={self.address.rpartition(':')[2]}"
-        self._start("--head", port, "--include-dashboard=false", ip=self._ip, within=self._within)
+        self._start("--head", port, "--include-dashboard=false", ip=self._ip)
         self.wait_for(nodes=1, cpus=0)
 
     def add_node(
@@ -93,7 +93,7 @@ class RayCluster:
         for node in self.nodes:
             node.kill()
 
-    def _start(self, *options: str, ip: str, within: Sequence[str], cpus: int = 0) -> RayNode:
+    def _start(self, *options: str, ip: str, within: Sequence[str] = (), cpus: int = 0) -> RayNode:
         mark = secrets.token_hex(4)
         folder = self._folder / f"n{len(self.nodes)}"
         folder.mkdir()
@@ -126,17 +126,16 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(ip: str = "127.0.0.1", within: Sequence[str] = ()) -> Iterator[RayCluster]:
+def ray_cluster(ip: str = "127.0.0.1", environment: Mapping[str, str] | None = None) -> Iterator[RayCluster]:
     """In a folder of a short name, since Ray keeps sockets in it."""
     folder = Path(tempfile.mkdtemp(prefix="frc"))
-    cluster = RayCluster(folder, ip, within)
     try:
-        yield cluster
+        with closing(RayCluster(folder, ip, environment or {})) as cluster:
+            yield cluster
     finally:
-        cluster.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def _free_port(ip: str) -> int:
+    with socket.create_server((ip, 0)) as server:
         return int(server.getsockname()[1])

@@ -3,7 +3,7 @@
 Beyond moto it refuses, as Amazon's does, content that has not the checksum that came with it, keys that
 nobody was given, and an upload in parts on a condition that does not hold. And it can be told to fail.
 
-    python -m tests.object_store FOLDER [PORT]
+    python -m tests.object_store FOLDER [PORT [HOST]]
 """
 
 import base64
@@ -32,14 +32,15 @@ KEY, SECRET = "AKIAFRATERNALTEST", "planted-secret-of-the-store"
 class S3Server:
     """Its data lies in a folder; `faults/NAME` there, of an error's code, has it answer with that."""
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
-        self.folder, self.port = folder, port
+    def __init__(self, folder: Path, port: int = 0, host: str = "127.0.0.1") -> None:
+        self.folder, self.port, self._host = folder, port, host
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "requests").touch()
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tests.object_store", str(self.folder), str(self.port)]
+        where = (str(self.folder), str(self.port), self._host)
+        command = [sys.executable, "-m", "tests.object_store", *where]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **self.environment}
@@ -51,7 +52,7 @@ class S3Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self._host}:{self.port}"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -205,15 +206,16 @@ def _refuse(refusal: tuple[str, int], method: str, start_response: Any) -> list[
     return [] if method == "HEAD" else [said]
 
 
-def main(folder: Path, port: int) -> None:
+def main(folder: Path, port: int, host: str) -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     application = Kept(DomainDispatcherApplication(create_backend_app), folder)
-    server = make_server("127.0.0.1", port, application, threaded=True)
+    server = make_server(host, port, application, threaded=True)
     print(server.port, flush=True)
     server.serve_forever()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    folder, port, host = [*sys.argv[1:], *("0", "127.0.0.1")[len(sys.argv) - 2 :]]
+    main(Path(folder), int(port), host)

@@ -203,7 +203,14 @@ class ServiceProcess:
         return self.sweep(sweep_id)["state"] in TERMINAL_STATES
 
     def wait_for_end(self, sweep_id: str) -> Any:
-        wait_until(lambda: self.has_ended(sweep_id), f"sweep {sweep_id} ends", self.describe)
+        """As long as it trains: on a busy machine that takes its time."""
+        while not self.has_ended(sweep_id):
+            done = self.sweep(sweep_id)["epochs_done"]
+            wait_until(
+                lambda done=done: self.has_ended(sweep_id) or self.sweep(sweep_id)["epochs_done"] > done,
+                f"sweep {sweep_id} ends, or gets on",
+                self.describe,
+            )
         return self.sweep(sweep_id)
 
     def wait_for_epochs(self, sweep_id: str, epochs: int) -> None:
