@@ -585,6 +585,9 @@ def test_without_a_limit_nobody_is_held_up() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ({"ray_address": "head"}, "'head' is no address of a Ray cluster's head: one is ray-head:6379"),
+        ({"ray_address": "ray://head:10001"}, "is no address of a Ray cluster's head"),
+        ({"ray_address": "head:0"}, "is no address of a Ray cluster's head"),
         ({"rate_limit": "fast"}, "'fast' is no rate limit; one is 1000/second"),
         ({"rate_limit": "0/second"}, "is no rate limit"),
         ({"rate_limit": ""}, "is no rate limit"),

@@ -16,10 +16,12 @@ import torch
 
 import service.launcher
 from models.precision import UnsupportedPrecision, require_precision
+from service.errors import ClusterAway
 from service.launcher import (
     LOG_TAIL_BYTES,
     MARK,
     OWNER,
+    Cluster,
     LocalLauncher,
     _cpus_have_bf16,
     findable,
@@ -28,6 +30,7 @@ from service.launcher import (
     scratch_of,
 )
 from service.settings import Settings
+from trials.shares import Node
 from trials.store import CheckpointStore
 
 SLEEP = """
@@ -372,3 +375,44 @@ def test_process_that_does_not_run_is_told_from_one_that_does(tmp_path: Path) ->
         process.kill()
         process.wait()
     assert not launcher.is_stopped(driver)
+
+
+def test_of_a_cluster_that_has_never_answered_nothing_is_known(tmp_path: Path) -> None:
+    launcher = LocalLauncher(Settings(data_dir=tmp_path, ray_address="127.0.0.1:1"))
+    with pytest.raises(ClusterAway, match=r"^the Ray cluster at 127\.0\.0\.1:1 cannot be reached: "):
+        launcher.capacity()
+
+
+def test_a_cluster_that_is_away_has_what_it_had_and_is_not_asked_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, answers = Cluster("127.0.0.1:1", grows=False), [[Node(4)]]
+
+    def ask(self: Cluster) -> list[Node]:
+        if not answers:
+            raise ClusterAway("it is away")
+        return answers.pop()
+
+    monkeypatch.setattr(Cluster, "_ask", ask)
+    assert cluster.capacity().nodes == (Node(4),)
+    monkeypatch.setattr(service.launcher, "CLUSTER_KNOWN_S", -1.0)
+    assert cluster.capacity().nodes == (Node(4),), "as it was"
+    answers.append([Node(8), Node(2, 1)])
+    assert (cluster.capacity().cpus, cluster.capacity().gpus) == (8, 1)
+    monkeypatch.setattr(service.launcher, "CLUSTER_KNOWN_S", 60.0)
+    answers.append([])
+    assert cluster.capacity().cpus == 8, "as of half a minute ago"
+
+
+def test_a_driver_in_a_cluster_has_its_rays_token_and_no_own_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the-clusters")
+    in_cluster = LocalLauncher(Settings(data_dir=tmp_path, ray_address="head:6379"))._environment("s1")
+    assert in_cluster["RAY_AUTH_TOKEN"] == "the-clusters"
+    assert in_cluster["FRATERNAL_RAY_ADDRESS"] == "head:6379"
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in in_cluster, "which would keep it on loopback"
+    alone = LocalLauncher(Settings(data_dir=tmp_path))._environment("s1")
+    assert alone["RAY_AUTH_TOKEN"] != "the-clusters"
+    assert alone["RAY_AUTH_MODE"] == "token"
+    assert alone["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"

@@ -21,7 +21,7 @@ from service.studies import open_fenced_storage, open_storage
 from service.tables import epochs, metadata, sweeps
 from tests.fakes import epoch_fields, spec
 from trials.ledger import Fenced
-from trials.spec import Budget
+from trials.spec import Budget, Resources
 from trials.verification import Verification
 
 OURS = set(metadata.tables)
@@ -268,6 +268,37 @@ def test_beat_renews_the_lease(claimed: SweepRecord, records: Records) -> None:
     renewed = records.get_sweep("s1").lease_until
     assert renewed is not None
     assert now() + LEASE - timedelta(seconds=5) < renewed <= now() + LEASE
+
+
+def test_running_sweeps_say_what_they_could_use_and_hear_it_of_one_another(
+    claimed: SweepRecord, records: Records
+) -> None:
+    journal = SweepJournal(records, "s1", 1)
+    for name, changes in (("s2", {"priority": 7}), ("s3", {}), ("s4", {})):
+        records.add_sweep(name, spec(**changes, resources={"cpus": 2, "labels": {"zone": "a"}}))
+    for name in ("s2", "s3", "s4"):
+        records.claim(records.get_sweep(name), fruitless=0, epochs_done=0)
+    damage(records, "s3")
+    records.ask("s4", "pause")
+    found = {claim.sweep_id: claim for claim in journal.claims(wants=4)}
+    assert found.keys() == {"s1", "s2"}, "one is damaged, one pauses"
+    assert (found["s1"].wants, found["s1"].priority) == (4, 0)
+    assert (found["s2"].wants, found["s2"].priority) == (None, 7)
+    assert found["s2"].resources == Resources(cpus=2, labels={"zone": "a"})
+    assert found["s1"].position < found["s2"].position
+    SweepJournal(records, "s2", 1).claims(wants=2)
+    assert {claim.sweep_id: claim.wants for claim in journal.claims(wants=3)} == {"s1": 3, "s2": 2}
+    records.claim(records.get_sweep("s2"), fruitless=0, epochs_done=0)
+    assert {claim.sweep_id: claim.wants for claim in journal.claims(wants=3)} == {"s1": 3, "s2": None}
+    with pytest.raises(Fenced):
+        SweepJournal(records, "s2", 1).claims(wants=9)
+
+
+def damage(records: Records, sweep_id: str) -> None:
+    """Its spec makes no sense any more."""
+    with records.engine.begin() as connection:
+        written = update(sweeps).where(sweeps.c.id == sweep_id)
+        connection.execute(written.values(spec={"resources": {"cpus": "many"}}))
 
 
 def test_released_driver_does_not_count_as_fruitless(claimed: SweepRecord, records: Records) -> None:

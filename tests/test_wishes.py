@@ -22,6 +22,7 @@ from tests.fakes import (
     failed,
     open_ledger,
     report,
+    reports,
     rows,
     spec,
     states,
@@ -30,7 +31,8 @@ from tests.fakes import (
 )
 from trials.ledger import StudyLedger
 from trials.search import StudySearch
-from trials.spec import SweepSpec
+from trials.shares import Claim, Node
+from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.tasks import Report, Task
 
@@ -248,6 +250,79 @@ def test_no_more_trials_run_at_once_than_may_and_the_number_may_change(storage: 
     wish(journal, max_concurrent=None)
     drive(ledger)
     assert len(rows(storage)) == 6
+
+
+def claims(journal: MemoryJournal, *others: tuple[int, int]) -> None:
+    """This sweep, of priority 0 and the 10th that came, and others, by (priority, position)."""
+    places = {SWEEP: (0, 10), **{f"other{place[1]}": place for place in others}}
+    journal.others = [Claim(sweep, *place, Resources(), None) for sweep, place in places.items()]
+
+
+def test_a_sweep_takes_what_others_leave_it_and_gives_back_what_is_theirs_with_the_state_saved(
+    storage: BaseStorage,
+) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    claims(journal)
+    ledger.share([Node(2), Node(1)])
+    tasks = [ledger.next_task() for _ in range(3)]
+    assert ledger.is_full
+    assert ledger.next_task() is None
+    assert not ledger.exhausted
+    claims(journal, (0, 9))
+    ledger.share([Node(2), Node(1)])
+    assert ledger.record(tasks[0], report(tasks[0], 1)) is False, "two of three are the other's"
+    assert ledger.record(tasks[1], report(tasks[1], 1)) is False
+    assert ledger.record(tasks[2], report(tasks[2], 1)) is True, "which is its share"
+    assert ledger.next_task() is None
+    assert [name for name, _ in journal.events if name == "trial_lost"] == []
+    claims(journal, (1, 11))
+    ledger.share([Node(2), Node(1)])
+    assert ledger.record(tasks[2], report(tasks[2], 2)) is False, "the other one has priority"
+    claims(journal)
+    ledger.share([Node(2), Node(1), Node(4)])
+    again = [ledger.next_task() for _ in range(4)]
+    assert [(task.number, task.attempt, task.recorded_epochs) for task in again] == [
+        (0, 2, 1),
+        (1, 2, 1),
+        (2, 2, 2),
+        (3, 1, 0),
+    ]
+    for task in again:
+        for said in reports(task):
+            ledger.record(task, said)
+    drive(ledger)
+    assert len(rows(storage)) == 6
+
+
+def test_a_sweep_wants_as_much_as_it_has_left_to_do(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(budget={"trials": 3}), storage, journal)
+    ledger.share([Node(1)])
+    assert journal.wants == 3
+    task = ledger.next_task()
+    for said in reports(task):
+        ledger.record(task, said)
+    ledger.share([Node(1)])
+    assert journal.wants == 2
+    ledger.next_task()
+    wish(journal, state="stopping")
+    ledger.heed(journal.beat())
+    ledger.share([Node(1)])
+    assert journal.wants == 1, "no other one begins"
+
+
+def test_where_there_is_no_machine_the_search_ends_for_now_rather_than_wait(storage: BaseStorage) -> None:
+    """Tune would wait in vain, and hear of nothing meanwhile; the driver begins anew."""
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    ledger.share([])
+    search = StudySearch(ledger, {})
+    assert search.suggest("a") == StudySearch.FINISHED
+    assert not ledger.exhausted
+    ledger.share([Node(1)])
+    assert search.suggest("a") is not None
+    assert search.suggest("b") is None
 
 
 def test_search_that_is_full_asks_nobody(storage: BaseStorage) -> None:
