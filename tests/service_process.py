@@ -244,6 +244,16 @@ def running_service(data_dir: Path, environment: Mapping[str, str] | None = None
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def workers_of(sweep_id: str) -> list[psutil.Process]:
+    """Processes that train, on any node of a cluster too."""
+    found = []
+    for process in marked_processes(MARK, sweep_id):
+        with suppress(psutil.NoSuchProcess):
+            if process.name().startswith(("ray::LanguageModel", "ray::ResourceTrain")):  # as Tune wraps it
+                found.append(process)
+    return found
+
+
 def assert_exactly_the_budget(service: ServiceProcess, sweep_id: str) -> None:
     """Every trial once, each of them ended, and a whole curve for each: nothing lost, nothing twice."""
     sweep, trials = service.sweep(sweep_id), service.trials(sweep_id)

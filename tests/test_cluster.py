@@ -15,6 +15,7 @@ from tests.service_process import (
     running_service,
     small_spec,
     wait_until,
+    workers_of,
     write_corpus,
 )
 
@@ -50,15 +51,6 @@ def longer(corpus: Path, **changes: Any) -> dict[str, Any]:
     """Trials of many short epochs: long enough to see them move."""
     spec = small_spec(corpus, **changes)
     return {**spec, "training": {**spec["training"], "epochs": EPOCHS}}
-
-
-def workers_of(sweep_id: str) -> list[psutil.Process]:
-    """Processes that train, on any node."""
-    return [
-        process
-        for process in marked_processes(MARK, sweep_id)
-        if process.name().startswith(("ray::LanguageModel", "ray::ResourceTrain"))  # as Tune wraps it
-    ]
 
 
 def running(sweep_id: str) -> int:

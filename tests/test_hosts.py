@@ -14,8 +14,8 @@ from tests.clusters import RayCluster, RayNode, ray_cluster
 from tests.databases import PostgreSQL
 from tests.hosts import Host, Network, network
 from tests.object_store import BUCKET, S3Server, reached
-from tests.service_process import ServiceProcess, running_service, wait_until, write_corpus
-from tests.test_cluster import assert_whole, longer, running, workers_of
+from tests.service_process import ServiceProcess, running_service, wait_until, workers_of, write_corpus
+from tests.test_cluster import assert_whole, longer, running
 from trials.store import CheckpointStore
 
 pytestmark = pytest.mark.slow

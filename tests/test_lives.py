@@ -25,6 +25,7 @@ from tests.service_process import (
     running_service,
     small_spec,
     wait_until,
+    workers_of,
     write_corpus,
 )
 from trials.store import unpack
@@ -349,6 +350,17 @@ def test_full_disk_pauses_the_sweep_and_when_there_is_room_again_it_goes_on_to_t
         assert service.wait_for_end(sweep_id)["state"] == "succeeded"
         assert_exactly_the_budget(service, sweep_id)
         assert service.checkpoints(sweep_id) == undisturbed
+
+
+def test_a_worker_trains_one_trial_after_another(service: ServiceProcess, corpus: Path) -> None:
+    """Loading torch anew costs seconds a trial."""
+    sweep_id = service.submit(small_spec(corpus, resources={"max_concurrent": 1}))
+    workers = set()
+    while not service.has_ended(sweep_id):
+        workers.update(workers_of(sweep_id))
+        time.sleep(0.1)
+    assert len(workers) == 1
+    assert_exactly_the_budget(service, sweep_id)
 
 
 def test_number_of_trials_at_once_follows_what_is_wished_for_while_the_sweep_runs(

@@ -162,7 +162,7 @@ class LedgerScheduler(FIFOScheduler):
         """Also let go of workers for which there is no trial: their places are others'. And ask anew for
         those that have not been placed."""
         controller: TuneController = getattr(tune_controller, "_tune_controller", tune_controller)
-        if self._ledger.is_full or self._ledger.exhausted:
+        if not controller._pending_trials and (self._ledger.is_full or self._ledger.exhausted):
             controller._cleanup_cached_actors(force_all=True)
         if time.monotonic() - self._asked_at > ASK_ANEW_S:
             self._asked_at = time.monotonic()
