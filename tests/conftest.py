@@ -25,7 +25,7 @@ from optuna.storages import BaseStorage, InMemoryStorage, get_storage
 from service.database import migrate, open_engine
 from service.records import Records
 from service.studies import open_storage
-from tests.databases import PostgreSQL
+from tests.databases import PostgreSQL, database_of, on_postgresql
 from tests.object_store import S3Server, reached
 from tests.played_service import HELD, submit, wait_for, wait_for_an_epoch
 from tests.service_process import (
@@ -44,9 +44,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no GPU is there"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def everywhere() -> Iterator[None]:
+    """Where all is to be tested on PostgreSQL, services of this process keep their things there."""
+    with pytest.MonkeyPatch.context() as patch:
+        if on_postgresql():
+            patch.setattr("service.settings.own_database_url", database_of)
+        yield
+
+
+@pytest.fixture
+def sqlite_only() -> None:
+    """For what only SQLite does."""
+    if on_postgresql():
+        pytest.skip("this is of SQLite's own")
+
+
 @pytest.fixture
 def records(tmp_path: Path) -> Iterator[Records]:
-    engine = open_engine(f"sqlite:///{tmp_path / 'fraternal.db'}")
+    engine = open_engine(database_of(tmp_path))
     migrate(engine)
     yield Records(engine)
     engine.dispose()

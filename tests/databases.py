@@ -1,15 +1,74 @@
 """Databases that can be taken away and given back: a real PostgreSQL of our own, and SQLite's file."""
 
+import atexit
+import os
 import secrets
+import shutil
 import signal
 import sqlite3
+import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 import psutil
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, MetaData, create_engine, text
 from sqlalchemy.engine import make_url
+
+from service.database import open_engine
+from service.settings import own_database_url
+
+EVERYWHERE = "FRATERNAL_TEST_DATABASE"
+"""Variable: `postgresql` has every service of the tests keep its things there, where it names no database."""
+
+
+def on_postgresql() -> bool:
+    return os.environ.get(EVERYWHERE) == "postgresql"
+
+
+def database_of(data_dir: Path) -> str:
+    """Of a service with that data directory."""
+    return _own_database(data_dir.resolve()) if on_postgresql() else own_database_url(data_dir)
+
+
+@cache
+def _own_database(data_dir: Path) -> str:
+    return _shared_server().create_database()
+
+
+@cache
+def _shared_server() -> "PostgreSQL":
+    """Of this process, until it ends."""
+    folder = tempfile.mkdtemp(prefix="fraternal-postgresql-")
+    server = PostgreSQL(Path(folder))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.close)
+    return server
+
+
+@contextmanager
+def opened(data_dir: Path) -> Iterator[Engine]:
+    """The database of a service, beside it."""
+    engine = open_engine(database_of(data_dir))
+    try:
+        yield engine
+    finally:
+        engine.dispose()
+
+
+def dump(data_dir: Path) -> list[str]:
+    """Every row of every table."""
+    with opened(data_dir) as engine, engine.connect() as connection:
+        tables = MetaData()
+        tables.reflect(connection)
+        return [
+            f"{table.name} {row}"
+            for table in tables.sorted_tables
+            for row in sorted(map(repr, connection.execute(table.select())))
+        ]
 
 
 class Database(Protocol):

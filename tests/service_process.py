@@ -20,6 +20,7 @@ from service.database import open_engine
 from service.launcher import MARK, end_marked_processes, marked_processes
 from service.lifecycle import TERMINAL_STATES
 from service.records import Records
+from tests.databases import database_of, on_postgresql
 
 PATIENCE_S = 120
 
@@ -58,7 +59,9 @@ class ServiceProcess:
         self.data_dir = data_dir
         self.submitted: list[str] = []
         """Ids of the sweeps."""
-        self._environment = {**os.environ, **(environment or {})}
+        own = {"FRATERNAL_DATABASE_URL": database_of(data_dir)} if on_postgresql() else {}
+        self._environment = {**os.environ, **own, **(environment or {})}
+        self.database_url = self._environment.get("FRATERNAL_DATABASE_URL") or database_of(data_dir)
         self._process: subprocess.Popen[str] | None = None
         self._http = httpx.Client(timeout=30)
 
@@ -166,7 +169,7 @@ class ServiceProcess:
 
     def events(self, sweep_id: str) -> list[dict[str, Any]]:
         """The sweep's story, read from the database."""
-        records = Records(open_engine(f"sqlite:///{self.data_dir / 'fraternal.db'}"))
+        records = Records(open_engine(self.database_url))
         try:
             return [dict(event) for event in records.list_events(sweep_id)]
         finally:

@@ -28,6 +28,7 @@ from service.rates import Rates
 from service.settings import Settings, read_settings
 from service.sign_in import local_path
 from service.tokens import SCOPES, Tokens
+from tests.databases import database_of
 from tests.played_service import SPEC, played_service
 from tests.test_http import assert_problem
 
@@ -41,7 +42,7 @@ def elsewhere() -> dict[str, str]:
 
 
 def tokens_of(data_dir: Path) -> Tokens:
-    engine = open_engine(f"sqlite:///{data_dir / 'fraternal.db'}")
+    engine = open_engine(database_of(data_dir))
     migrate(engine)
     return Tokens(engine)
 

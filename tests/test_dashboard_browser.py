@@ -11,9 +11,9 @@ from selenium.webdriver.common.keys import Keys
 
 from service.access import COOKIE
 from service.database import migrate, open_engine
-from service.settings import own_database_url
 from service.tokens import Tokens
 from tests.browsers import NEEDS_BROWSER, complaints, keep_picture, shown
+from tests.databases import database_of
 from tests.played_service import played_service, submit, wait_for
 from tests.service_process import ServiceProcess, running_service, small_spec, wait_until, write_corpus
 from tests.stock_dashboard import stock_dashboard
@@ -74,8 +74,8 @@ def test_a_sweep_that_was_taken_elsewhere_is_shown_by_the_stock_dashboard(
 def test_person_signs_in_by_the_keyboard_sees_dashboard_and_docs_and_signs_out(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
-    with closing(Tokens(open_engine(own_database_url(tmp_path)))) as tokens:
-        migrate(open_engine(own_database_url(tmp_path)))
+    with closing(Tokens(open_engine(database_of(tmp_path)))) as tokens:
+        migrate(open_engine(database_of(tmp_path)))
         _, written = tokens.create("person", "write", None)
     with played_service(tmp_path) as client:
         client.headers["authorization"] = f"Bearer {written}"

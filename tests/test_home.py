@@ -22,6 +22,7 @@ from service.errors import DatabaseAway
 from service.home import SAID_COOKIE, lasted, perplexity_in_words, reason_parts
 from service.lifecycle import MOVES, State, legal_requests
 from service.tables import sweeps
+from tests.databases import database_of
 from tests.played_service import played_service, submit, wait_for
 from tests.test_access import bearer, browser, tokens_of
 
@@ -88,7 +89,7 @@ def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Clie
 
 
 def put(folder: Path, sweep_id: str, **values: Any) -> None:
-    engine = open_engine(f"sqlite:///{folder / 'fraternal.db'}")
+    engine = open_engine(database_of(folder))
     with engine.begin() as connection:
         connection.execute(update(sweeps).where(sweeps.c.id == sweep_id).values(values))
     engine.dispose()

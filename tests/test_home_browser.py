@@ -14,7 +14,6 @@ from selenium.webdriver.common.keys import Keys
 from sqlalchemy import update
 
 from service.database import naive, now, open_engine
-from service.settings import own_database_url
 from service.tables import sweeps
 from tests.browsers import (
     NEEDS_BROWSER,
@@ -28,6 +27,7 @@ from tests.browsers import (
     shown,
     violations,
 )
+from tests.databases import database_of
 from tests.played_service import PlayedDriver, played_service, submit
 from tests.service_process import wait_until
 from tests.test_access import bearer, tokens_of, wait_until_refused
@@ -81,7 +81,7 @@ PAST: tuple[tuple[int, dict[str, Any], dict[str, Any], timedelta], ...] = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a service that has been used for a while."""
     folder = tmp_path_factory.mktemp("used")
-    engine = open_engine(own_database_url(folder))
+    engine = open_engine(database_of(folder))
     with played_service(folder, plays=False) as client:
         for played, asked, become, ago in PAST:
             sweep_id = submit(client, **asked)

@@ -6,9 +6,7 @@ After each: a status of the 400s, a problem document, the database as it was, an
 import json
 import logging
 import socket
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import httpx
 import pytest
 
 from service.bodies import LINGER_S, MAX_BODY_BYTES
+from tests.databases import dump
 from tests.played_service import SPEC, played_service, submit
 
 PROBLEM = "application/problem+json"
@@ -49,11 +48,6 @@ def nothing_happens(data_dir: Path, sweep_id: str, caplog: pytest.LogCaptureFixt
     assert dump(data_dir) == before
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert [record for record in caplog.records if record.exc_info] == []
-
-
-def dump(data_dir: Path) -> list[str]:
-    with closing(sqlite3.connect(data_dir / "fraternal.db")) as database:
-        return list(database.iterdump())
 
 
 def exchange(client: httpx.Client, sent: bytes) -> tuple[int, dict[str, str], bytes]:

@@ -5,12 +5,10 @@ import hashlib
 import itertools
 import json
 import re
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,9 +16,12 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import func, select, text, update
 
 from service.dashboard import _with_accept_encoding
 from service.sweeps import OpenCheckpoint, SweepController
+from service.tables import epochs, events, sweeps
+from tests import databases
 from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
 
 PROBLEM = "application/problem+json"
@@ -50,8 +51,8 @@ def sweep_ids(client: httpx.Client) -> list[str]:
 
 def rows(data_dir: Path) -> int:
     """Sweeps in the database: what listing them says, but quickly."""
-    with closing(sqlite3.connect(data_dir / "idle" / "fraternal.db")) as database:
-        return int(database.execute("select count(*) from fraternal_sweeps").fetchone()[0])
+    with databases.opened(data_dir / "idle") as engine, engine.connect() as connection:
+        return connection.execute(select(func.count()).select_from(sweeps)).scalar_one()
 
 
 def post(client: httpx.Client, body: bytes) -> httpx.Response:
@@ -260,22 +261,21 @@ def test_a_deleted_sweep_is_gone_with_all_that_it_had(client: httpx.Client, data
     assert not (data_dir / "checkpoints" / sweep_id).exists()
     assert sweep_id not in client.get("/api/studies").text
     assert client.get(f"/api/studies/{study}").status_code == 404
-    with closing(sqlite3.connect(data_dir / "fraternal.db")) as database:
-        for table in ("fraternal_epochs", "fraternal_events"):
-            left = database.execute(f"SELECT count(*) FROM {table} WHERE sweep_id = ?", [sweep_id])
-            assert left.fetchone() == (0,)
+    with databases.opened(data_dir) as engine, engine.connect() as connection:
+        for table in (epochs, events):
+            assert connection.execute(select(table).where(table.c.sweep_id == sweep_id)).all() == []
 
 
 @pytest.mark.parametrize("spec", ['{"corpus": 3}', '"a text"', "{broken", "[]", '{"arms": {}}'])
 def test_a_sweep_whose_spec_is_damaged_hides_no_other_and_can_be_deleted(
-    client: httpx.Client, ended: str, data_dir: Path, spec: str
+    sqlite_only: None, client: httpx.Client, ended: str, data_dir: Path, spec: str
 ) -> None:
     sweep_id = submit(client, budget={"trials": 1})
     wait_for(client, sweep_id, "succeeded")
-    with closing(sqlite3.connect(data_dir / "fraternal.db")) as database, database:
+    with databases.opened(data_dir) as engine, engine.begin() as connection:
         # Of another revision: what rests is told of as it was before.
-        damage = "UPDATE fraternal_sweeps SET spec = ?, revision = revision + 1 WHERE id = ?"
-        database.execute(damage, [spec, sweep_id])
+        damage = "UPDATE fraternal_sweeps SET spec = :spec, revision = revision + 1 WHERE id = :id"
+        connection.execute(text(damage), {"spec": spec, "id": sweep_id})
     assert "cannot be read" in assert_problem(client.get(f"/v1/sweeps/{sweep_id}"), 500)["detail"]
     listed = {sweep["id"]: sweep for sweep in client.get("/v1/sweeps").json()["sweeps"]}
     assert "cannot be read" in listed[sweep_id]["state_reason"]
@@ -292,8 +292,9 @@ def test_a_queued_sweep_whose_spec_is_damaged_fails_and_the_next_one_runs(
     damaged = submit(client)
     ask(client, damaged, "pause")
     wait_for(client, damaged, "paused", "succeeded")
-    with closing(sqlite3.connect(data_dir / "fraternal.db")) as database, database:
-        database.execute("UPDATE fraternal_sweeps SET spec = '{}', state = 'queued' WHERE id = ?", [damaged])
+    with databases.opened(data_dir) as engine, engine.begin() as connection:
+        values = {"spec": {}, "state": "queued"}
+        connection.execute(update(sweeps).where(sweeps.c.id == damaged).values(values))
     following = submit(client)
     wait_for(client, following, "succeeded")
     listed = {sweep["id"]: sweep for sweep in client.get("/v1/sweeps").json()["sweeps"]}

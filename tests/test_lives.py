@@ -12,11 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sqlalchemy import update
 
 from service.database import open_engine
 from service.launcher import MARK, marked_processes
 from service.local import read_checkpoint
 from service.records import Records
+from service.tables import sweeps
+from tests import databases
 from tests.service_process import (
     ServiceProcess,
     assert_exactly_the_budget,
@@ -204,8 +207,7 @@ def freeze(sweep_id: str, words: str) -> psutil.Process:
 
 def dump(service: ServiceProcess) -> list[str]:
     """Every row of the database, but for the service's own lease."""
-    with closing(sqlite3.connect(service.data_dir / "fraternal.db")) as database:
-        return [line for line in database.iterdump() if "fraternal_leases" not in line]
+    return [line for line in databases.dump(service.data_dir) if not line.startswith("fraternal_leases")]
 
 
 def test_driver_that_wakes_after_another_has_begun_changes_nothing_and_leaves_nothing(
@@ -216,7 +218,7 @@ def test_driver_that_wakes_after_another_has_begun_changes_nothing_and_leaves_no
     service.wait_for_epochs(sweep_id, 2)
     service.kill()
     driver = freeze(sweep_id, "service.drive")
-    records = Records(open_engine(f"sqlite:///{service.data_dir / 'fraternal.db'}"))
+    records = Records(open_engine(service.database_url))
     try:
         assert records.claim(records.get_sweep(sweep_id), fruitless=0, epochs_done=0) == 2
         time.sleep(5)  # its workers have something to tell by now
@@ -280,7 +282,7 @@ def test_raylet_or_gcs_that_dies_with_tunes_folder_gone_costs_nothing(
 
 
 def test_driver_waits_while_another_process_holds_the_database(
-    service: ServiceProcess, corpus: Path, undisturbed: dict[int, str]
+    sqlite_only: None, service: ServiceProcess, corpus: Path, undisturbed: dict[int, str]
 ) -> None:
     sweep_id = service.submit(small_spec(corpus))
     service.wait_for_epochs(sweep_id, 2)
@@ -316,9 +318,9 @@ def test_damaged_row_of_a_sweep_ends_that_sweep_and_no_other(service: ServicePro
     service.wait_for_epochs(damaged, 1)
     service.ask(damaged, "pause")
     service.wait_for_state(damaged, "paused")
-    with closing(sqlite3.connect(service.data_dir / "fraternal.db", timeout=60)) as database, database:
-        spec = json.dumps({"corpus": {"name": "sotu"}, "budget": {"trials": 50}, "lost": 1})
-        database.execute("UPDATE fraternal_sweeps SET spec = ? WHERE id = ?", [spec, damaged])
+    spec = {"corpus": {"name": "sotu"}, "budget": {"trials": 50}, "lost": 1}
+    with databases.opened(service.data_dir) as engine, engine.begin() as connection:
+        connection.execute(update(sweeps).where(sweeps.c.id == damaged).values(spec=spec))
     service.ask(damaged, "resume")
     whole = service.submit(small_spec(corpus, budget={"trials": 1}))
     assert service.wait_for_end(whole)["state"] == "succeeded"

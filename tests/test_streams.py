@@ -23,6 +23,7 @@ from service.event_log import write_event
 from service.event_routes import FORMS
 from service.events import OtherEvent, read_event
 from service.records import Records, SweepJournal
+from tests.databases import database_of
 from tests.fakes import spec
 from tests.played_service import HELD, played_service, submit, wait_for, wait_for_an_epoch
 from tests.service_process import ServiceProcess
@@ -113,7 +114,7 @@ class Played:
 
 @contextmanager
 def played(folder: Path, url: str | None = None, **given: Any) -> Iterator[Played]:
-    own = f"sqlite:///{folder / 'fraternal.db'}"
+    own = database_of(folder)
     with played_service(folder, plays=False, database_url=url or own, **given) as client:
         sweep = Played(client, url or own)
         yield sweep
@@ -440,7 +441,7 @@ def test_a_client_goes_on_without_a_gap_when_the_service_is_started_again(
         port = free.getsockname()[1]
     service = ServiceProcess(tmp_path, port=port)
     service.start()
-    records = Records(open_engine(f"sqlite:///{tmp_path / 'fraternal.db'}"))
+    records = Records(open_engine(database_of(tmp_path)))
     try:
         records.add_sweep("s1", spec())
         records.claim(records.get_sweep("s1"), fruitless=0, epochs_done=0)

@@ -19,6 +19,7 @@ from service.client import FraternalClient
 from service.database import open_engine
 from service.progress import follow
 from service.records import Records, SweepJournal
+from tests.databases import database_of
 from tests.fakes import epoch_fields, spec
 from tests.played_service import played_service, submit, wait_for
 from tests.service_process import ServiceProcess
@@ -108,7 +109,7 @@ def test_a_watcher_goes_on_when_the_service_is_killed_and_started_again(tmp_path
         port = free.getsockname()[1]
     service = ServiceProcess(tmp_path, port=port)
     service.start()
-    records = Records(open_engine(f"sqlite:///{tmp_path / 'fraternal.db'}"))
+    records = Records(open_engine(database_of(tmp_path)))
     try:
         records.claim(records.add_sweep("s1", spec()), fruitless=0, epochs_done=0)
         journal = SweepJournal(records, "s1", 1)
