@@ -112,7 +112,7 @@ def _insert(connection: Connection, table: Table, which: Any, **changed: Any) ->
 
 
 def _count_on(engine: Engine) -> None:
-    """PostgreSQL gives ids by a sequence, which knows nothing of those that were written; and look at sizes."""
+    """PostgreSQL gives ids by a sequence, which has not seen those that were written; and count rows anew."""
     with engine.begin() as connection:
         if connection.dialect.name == "postgresql":
             sequence = "pg_get_serial_sequence('trials', 'trial_id')"

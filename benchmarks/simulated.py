@@ -13,7 +13,7 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -222,6 +222,13 @@ class Simulation:
         self.ended: list[str] = []
         """Sweeps, in the order of their ends."""
         self.most_at_work = 0
+        self.most_promised = 0
+        """Trials that all drivers together took for theirs, once each of them had heard of all others."""
+        self.most_over_share = 0
+        """Trials that a driver handed out beyond its share of the moment."""
+        self.is_young = False
+        """Whether epochs that begin now count as begun at any time before, so that reports do not all come at
+        once."""
         self._steps: list[tuple[float, int, Step]] = []
         self._order = itertools.count()
         self._runner = asyncio.Runner()
@@ -289,6 +296,11 @@ class Simulation:
         self.idle += 1
         if self.waiting:
             self.take_worker(self.waiting.popleft())
+
+    def count_shares(self) -> None:
+        at_it = [driver for driver in self.drivers.values() if driver.is_open]
+        if all(self.clock.s - driver.opened_at > 2 * BEAT_S for driver in at_it):
+            self.most_promised = max(self.most_promised, sum(driver.share for driver in at_it))
 
     def _reconcile(self) -> None:
         with self.meter.timing("reconciler: a look"):
@@ -384,9 +396,7 @@ class Driver:
         self._meter = simulation.meter
         self._ids = itertools.count()
         self._open = False
-        self.most_over_share = 0
-        """Trials handed out beyond what was its share then."""
-        self._luck = random.Random(f"{simulation.seed} {sweep_id}")
+        self.opened_at = math.inf
 
     def open(self) -> None:
         simulation = self._simulation
@@ -401,7 +411,7 @@ class Driver:
             )
         self.search = StudySearch(self.ledger, {}, lambda node, pid: None)
         self._scheduler = LedgerScheduler(self.ledger, self.search)
-        self._open = True
+        self._open, self.opened_at = True, simulation.clock.s
         self._beat()
         self._ask_again()
 
@@ -410,6 +420,14 @@ class Driver:
             cast(Any, self._storage)._backend.engine.dispose()
         self._open = False
 
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    @property
+    def share(self) -> int:
+        return self.ledger._share or 0
+
     def _beat(self) -> None:
         if not self._open:
             return
@@ -417,6 +435,7 @@ class Driver:
             self.ledger.heed(self._journal.beat())
         with self._meter.timing("driver: share"):
             self.ledger.share(self._simulation.nodes)
+        self._simulation.count_shares()
         self.search.end_stopped()
         self._simulation.at(BEAT_S, self._beat)
 
@@ -441,8 +460,8 @@ class Driver:
                 return
             task: Task = suggested["task"]
             self._simulation.begun[self.sweep_id, task.number] += 1
-            over = len(self.search.tasks) - (self.ledger._share or 0)
-            self.most_over_share = max(self.most_over_share, over)
+            over = len(self.search.tasks) - self.share
+            self._simulation.most_over_share = max(self._simulation.most_over_share, over)
             self._simulation.take_worker(Worker(self._simulation, self, trial_id, task).begin)
 
     def _end(self) -> None:
@@ -493,6 +512,8 @@ class Worker:
 
     def begin(self) -> None:
         seconds = self._epoch_s * self._random.lognormvariate(0, self._spread)
+        if self._simulation.is_young:
+            seconds *= self._random.random()
         if self._random.random() < self._simulation.training.lost:
             self._simulation.at(seconds / 2, lambda: self._driver.lose(self._trial_id))
         else:
@@ -537,7 +558,3 @@ def sweep_spec(trials: int, epochs: int, seed: int, **changes: Any) -> dict[str,
         "retention": {"bests_per_arm": 10},  # else a disk would have to hold every trial's best
         **changes,
     }
-
-
-def states_of(simulation: Simulation, sweep_ids: Sequence[str]) -> Counter[str]:
-    return Counter(simulation.records.get_sweep(sweep_id).state for sweep_id in sweep_ids)
