@@ -13,6 +13,7 @@ import logging
 import math
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ TEMPLATE_TRIALS = 20
 TEMPLATE_EPOCHS = 20
 SECONDS_TO_START = 15.0
 DAY_S = 86_400
+Kinds = dict[str, Timed]
+Rates = dict[str, float]
 ONCE = ("submit a sweep", "driver: opens its study")
 """Kinds of work of which there is one a sweep, before anything is measured of the others."""
 
@@ -115,11 +118,7 @@ class Server:
         return self._ask("SELECT pg_database_size(current_database())")
 
     def connections(self) -> float:
-        return (
-            0.0
-            if self.is_sqlite
-            else self._ask("SELECT count(*) FROM pg_stat_activity WHERE datname IS NOT NULL")
-        )
+        return self._ask("SELECT count(*) FROM pg_stat_activity WHERE datname IS NOT NULL")
 
     def rows(self, table: str) -> int:
         return int(self._ask(f"SELECT count(*) FROM {table}"))
@@ -194,18 +193,16 @@ def measure(given: argparse.Namespace, folder: Path) -> None:
         simulation.run_for(given.seconds)
         took = simulation.clock.s - began
         kinds = {**{kind: start[kind] for kind in ONCE}, **simulation.meter.kinds}
-        print_rows(server, simulation, load, size)
+        print_rows(server, load, size)
         print_table(kinds, load.rates(clients), took)
         print_busy(kinds, load, load.rates(clients), server)
-        if not server.is_sqlite:
-            writes = sum(timed.writes for timed in kinds.values())
-            print_server(server, load, load.rates(clients), kinds, writes, cpu_s, log_bytes)
-        states = {simulation.records.get_sweep(sweep_id).state for sweep_id in sweep_ids}
-        print(
-            f"\nall {len(sweep_ids)} sweeps are {' or '.join(sorted(states))}; each attempt began once:",
-            end=" ",
-        )
-        print(max(simulation.begun.values()) <= 4)
+        if not server.is_sqlite:  # its work goes by the transactions that write
+            writes = sum(timed.writes for timed in simulation.meter.kinds.values())
+            a_second = per_second(kinds, load.rates(clients), lambda timed: timed.writes) / writes
+            busy, logged = server.cpu_s() - cpu_s, server.log_bytes() - log_bytes
+            print_server(server, load, busy * a_second, logged * a_second)
+        states = Counter(simulation.records.get_sweep(sweep_id).state for sweep_id in sweep_ids)
+        print(f"\n{states['running']} sweeps run, on at most {simulation.most_at_work} workers at once")
         simulation.close()
 
 
@@ -225,26 +222,23 @@ def fill_tables(simulation: Simulation, given: argparse.Namespace) -> list[str]:
     return sweep_ids
 
 
-def print_rows(server: Server, simulation: Simulation, load: Load, size: float) -> None:
+def print_rows(server: Server, load: Load, size: float) -> None:
     counts = {table: server.rows(table) for table in TABLES}
-    trials = counts["trials"]
+    trials, rows = counts["trials"], sum(counts.values())
+    print(f"\n{size / 1e9:.2f} GB: " + ", ".join(f"{table} {count:,}" for table, count in counts.items()))
     print(
-        f"\n{', '.join(f'{table} {count:,}' for table, count in counts.items())}; {size / 1e9:.2f} GB: ",
-        end="",
-    )
-    rows = sum(counts.values())
-    print(
-        f"{size / trials / 1000:.1f} KB and {rows / trials:.1f} rows a trial, of {counts['fraternal_epochs'] / trials:.1f} epochs"
+        f"{size / trials / 1000:.1f} KB and {rows / trials:.1f} rows a trial, "
+        f"of {counts['fraternal_epochs'] / trials:.1f} epochs"
     )
     a_day = load.begun * DAY_S
     print(
         f"the whole run: {load.trials:,} trials of {load.epochs_of_a_trial:.1f} epochs in "
-        f"{load.seconds / 3600:.1f} hours; a day of it: {a_day:,.0f} trials, {a_day * rows / trials / 1e6:.1f} "
-        f"million rows, {a_day * size / trials / 1e9:.2f} GB"
+        f"{load.seconds / 3600:.1f} hours; a day of it: {a_day:,.0f} trials, "
+        f"{a_day * rows / trials / 1e6:.1f} million rows, {a_day * size / trials / 1e9:.2f} GB"
     )
 
 
-def print_table(kinds: dict[str, Timed], rates: dict[str, float], took: float) -> None:
+def print_table(kinds: Kinds, rates: Rates, took: float) -> None:
     print("\n| work | measured | a second | CPU, ms | p95, ms | p99, ms | writes | rows | KB | busy |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for kind, timed in sorted(kinds.items()):
@@ -259,9 +253,7 @@ def print_table(kinds: dict[str, Timed], rates: dict[str, float], took: float) -
         )
 
 
-def per_second(
-    kinds: dict[str, Timed], rates: dict[str, float], value: Callable[[Timed], float], *of: str
-) -> float:
+def per_second(kinds: Kinds, rates: Rates, value: Callable[[Timed], float], *of: str) -> float:
     """Of these kinds together, in a second of the whole run."""
     return math.fsum(
         rates.get(kind, 0.0) * value(timed) / len(timed.seconds)
@@ -270,7 +262,7 @@ def per_second(
     )
 
 
-def print_busy(kinds: dict[str, Timed], load: Load, rates: dict[str, float], server: Server) -> None:
+def print_busy(kinds: Kinds, load: Load, rates: Rates, server: Server) -> None:
     def busy(*of: str) -> float:
         return per_second(kinds, rates, lambda timed: timed.cpu_s, *of)
 
@@ -290,18 +282,8 @@ def print_busy(kinds: dict[str, Timed], load: Load, rates: dict[str, float], ser
     print(f"| the web process, with the reconciler | {busy('GET', 'stream', 'submit', 'reconciler'):.2f} |")
 
 
-def print_server(
-    server: Server,
-    load: Load,
-    rates: dict[str, float],
-    kinds: dict[str, Timed],
-    writes: int,
-    cpu_s: float,
-    log: float,
-) -> None:
-    """Its work, in proportion to the transactions that write."""
-    a_second = per_second(kinds, rates, lambda timed: timed.writes) / writes
-    busy, logged = (server.cpu_s() - cpu_s) * a_second, (server.log_bytes() - log) * a_second
+def print_server(server: Server, load: Load, busy: float, logged: float) -> None:
+    """Its work in a second of the whole run: processors, bytes."""
     print(f"| PostgreSQL's server, in cores | {busy:.2f} |")
     print(f"\n{logged / 1e6:.2f} MB a second written ahead, {logged * DAY_S / 1e9:.0f} GB a day;", end=" ")
     print(f"{server.connections():.0f} connections, of {load.sweeps} drivers and the service in one process")
@@ -317,9 +299,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1000, help="GPUs, eight a node")
     parser.add_argument("--trials", type=int, default=1000, help="of each sweep")
     parser.add_argument("--epochs", type=int, default=500, help="of a trial that no rung ends")
-    parser.add_argument(
-        "--epoch-seconds", type=float, default=60.0, help="the median; the spread is lognormal"
-    )
+    parser.add_argument("--epoch-seconds", type=float, default=60.0, help="the median; lognormal")
     parser.add_argument("--database", choices=("sqlite", "postgresql"), default="sqlite")
     parser.add_argument("--filled", type=float, default=0.9, help="of the trials, that have ended before")
     parser.add_argument("--seconds", type=float, default=60.0, help="virtual ones, that are measured")

@@ -26,17 +26,18 @@ def simulation(tmp_path: Path) -> Iterator[Simulation]:
     made.close()
 
 
-def spec(number: int, **changes: Any) -> dict[str, Any]:
+def sweep(number: int, **changes: Any) -> dict[str, Any]:
     return sweep_spec(TRIALS, epochs=2, seed=number, **changes)
 
 
+@pytest.mark.slow
 def test_sweeps_that_share_machines_keep_to_their_budgets_shares_and_priorities(
     simulation: Simulation,
 ) -> None:
-    others = [simulation.submit(spec(number)) for number in range(4)]
+    others = [simulation.submit(sweep(number)) for number in range(4)]
     simulation.run_for(15)
     assert [simulation.drivers[sweep_id].share for sweep_id in others] == [5, 5, 5, 5]
-    urgent = simulation.submit(spec(4, priority=1))
+    urgent = simulation.submit(sweep(4, priority=1))
     simulation.run_for(12)
     assert simulation.drivers[urgent].share == WORKERS
     begun_before = {key for key in simulation.begun if key[0] != urgent}
