@@ -9,6 +9,7 @@ seconds; how often there is of it in a second of the whole run, which follows; a
 """
 
 import argparse
+import itertools
 import logging
 import math
 import sys
@@ -90,9 +91,7 @@ def load_of(spec: SweepSpec, sweeps: int, workers: int, epoch_s: float) -> Load:
     """Successive halving lets one in so many pass each rung."""
     factor = getattr(spec.pruner, "reduction_factor", 1)
     ends = [0, *sorted(rungs_of(spec, 0)), spec.training.epochs]
-    epochs = sum(
-        (after - before) / factor**i for i, (before, after) in enumerate(zip(ends, ends[1:], strict=False))
-    )
+    epochs = sum((after - before) / factor**i for i, (before, after) in enumerate(itertools.pairwise(ends)))
     return Load(sweeps, sweeps * spec.budget.trials, epochs, workers / epoch_s)
 
 
