@@ -51,6 +51,7 @@ from service.pages import SweepQuery
 from service.tables import epochs, events, leases, points, sweeps, totals, trial_wishes, verifications
 from trials.ledger import Fenced, JournalAway, Orders, untold
 from trials.perplexity import finite_perplexity
+from trials.rows import MOST_NAMED
 from trials.shares import Claim
 from trials.spec import Budget, Resources, SweepSpec
 from trials.verification import Outcome, Verification
@@ -445,10 +446,12 @@ class Records:
         with self.engine.connect() as connection:
             return connection.execute(select(func.count()).select_from(epochs).where(of_sweep)).scalar_one()
 
-    def latest_epochs(self, sweep_id: str) -> dict[int, RowMapping]:
-        """The latest recorded epoch of every trial and its valid_loss, by trial number."""
+    def latest_epochs(self, sweep_id: str, numbers: Collection[int] | None = None) -> dict[int, RowMapping]:
+        """The latest recorded epoch of every trial, or of some, and its valid_loss, by trial number."""
+        few = numbers is not None and len(numbers) <= MOST_NAMED
+        query, named = (_LATEST_EPOCHS_OF, {"numbers": numbers}) if few else (_LATEST_EPOCHS, {})
         with self.engine.connect() as connection:
-            rows = connection.execute(_LATEST_EPOCHS, {"sweep_id": sweep_id}).mappings()
+            rows = connection.execute(query, {"sweep_id": sweep_id, **named}).mappings()
             return {row["number"]: row for row in rows}
 
     def curve(self, sweep_id: str, number: int) -> list[dict[str, Any]]:
@@ -769,6 +772,7 @@ def latest_epochs_where(*conditions: ColumnElement[bool]) -> Select[Any]:
 
 
 _LATEST_EPOCHS = latest_epochs_where()
+_LATEST_EPOCHS_OF = latest_epochs_where(epochs.c.number.in_(bindparam("numbers", expanding=True)))
 _PINNED = select(trial_wishes.c.number).where(
     trial_wishes.c.sweep_id == bindparam("sweep_id"), trial_wishes.c.pinned
 )

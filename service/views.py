@@ -1,8 +1,9 @@
 """How sweeps and trials look from outside: their rows and their studies', as the API answers them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from optuna.storages import BaseStorage
@@ -38,6 +39,9 @@ MOST_SWEEPS = 1024
 """That are told of as before: a list of hundreds would read every row of each."""
 MOST_TRIALS = 20_000
 """Trials of sweeps at rest that are told of as before, some 3 KiB each."""
+OPEN = {"RUNNING", "WAITING"}
+MOST_ENDED = 400_000
+"""Trials that have ended, of which only so much is remembered as a sweep in a list shows; 0.3 KiB each."""
 MOST_EPOCHS = 20_000
 """Of single trials of sweeps at rest, some 2 KiB each."""
 
@@ -57,6 +61,33 @@ class Progress:
 NOTHING_YET = Progress({}, 0, None, None)
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """What a study's trials that have ended come to, as a list of sweeps shows it. Optuna lets nobody change
+    them."""
+
+    states: Counter[str] = field(default_factory=Counter)
+    epochs_done: Mapping[int, int] = field(default_factory=dict)
+    """By number."""
+    ranked: tuple[tuple[float, int], ...] = ()
+    """Those that may be best, the best first: rank and number."""
+
+    def with_these(self, trials: Sequence[TrialView]) -> "_Ended":
+        """And those of these that have ended; itself, where there is none."""
+        new = [trial for trial in trials if trial.state not in OPEN and trial.number not in self.epochs_done]
+        if not new:
+            return self
+        usable = [(trial.rank, trial.number) for trial in new if _may_be_best(trial)]
+        return _Ended(
+            self.states + Counter(trial.state for trial in new),
+            {**self.epochs_done, **{trial.number: trial.epochs_done for trial in new}},
+            tuple(sorted([*self.ranked, *usable])),
+        )
+
+    def best_where(self, is_usable: Callable[[int], bool]) -> int | None:
+        return next((number for _, number in self.ranked if is_usable(number)), None)
+
+
 class SweepViews:
     """Reads, and writes nothing; may be asked by many threads at once. A sweep at rest is looked at once."""
 
@@ -66,6 +97,10 @@ class SweepViews:
         self._at_rest: Remembered[Stamp, tuple[SweepView, bytes]] = Remembered(MOST_SWEEPS, lambda _: 0)
         """And as JSON."""
         self._trials_at_rest: Remembered[Stamp, list[TrialView]] = Remembered(MOST_TRIALS, len)
+        self._ended: Remembered[tuple[int, int], _Ended] = Remembered(
+            MOST_ENDED, lambda ended: len(ended.epochs_done)
+        )
+        """By study and revision."""
         self._environment_at_rest: Remembered[Stamp, Environment] = Remembered(MOST_SWEEPS, lambda _: 0)
         self._trial_at_rest: Remembered[tuple[Stamp, int], TrialDetail] = Remembered(
             MOST_EPOCHS, lambda trial: len(trial.curve)
@@ -147,16 +182,32 @@ class SweepViews:
         if record.generation == 0:  # it has had no driver, hence no study
             return NOTHING_YET
         try:
-            rows = self._rows(record)
-            trials = self._trials(record, rows)
+            return self._progress(record, self._rows(record))
         except UnreadableStudy as error:
             return Progress({}, 0, None, None, str(error))
-        states = [trial.state for trial in trials]
+
+    def _progress(self, record: SweepRecord, rows: StudyRows) -> Progress:
+        """Of a large sweep that runs, few trials are new: what the others have come to is remembered."""
+        if rows.study_id is None:
+            return NOTHING_YET
+        key = rows.study_id, record.revision
+        known = self._ended.find(key) or _Ended()
+        verified = self._records.verifications(record.id)
+        new = [row for row in rows.trials if row.number not in known.epochs_done]
+        trials = self._views_of(record, new, verified)
+        ended = known.with_these(trials)
+        if ended is not known:
+            self._ended.keep(key, ended)
+        numbered = {row.number: row for row in rows.trials}
+        best = ended.best_where(lambda number: not _is_refused(numbered[number], verified.get(number)))
+        if best is not None and best not in {trial.number for trial in trials}:
+            trials += self._views_of(record, [numbered[best]], verified)
+        still_open = [trial for trial in trials if trial.number not in ended.epochs_done]
         return Progress(
-            states={state: states.count(state) for state in set(states)},
-            epochs_done=sum(trial.epochs_done for trial in trials),
-            best=best_of(trials),
-            dashboard_url=None if rows.study_id is None else f"/dashboard/studies/{rows.study_id}",
+            states=ended.states + Counter(trial.state for trial in still_open),
+            epochs_done=sum(ended.epochs_done.values()) + sum(trial.epochs_done for trial in still_open),
+            best=best_of([trial for trial in trials if trial.number == best] + still_open),
+            dashboard_url=f"/dashboard/studies/{rows.study_id}",
         )
 
     def trials(self, record: SweepRecord) -> list[TrialView]:
@@ -171,10 +222,14 @@ class SweepViews:
     def _trials(self, record: SweepRecord, rows: StudyRows) -> list[TrialView]:
         if not rows.trials:
             return []
+        return self._views_of(record, rows.trials, self._records.verifications(record.id))
+
+    def _views_of(
+        self, record: SweepRecord, rows: Sequence[TrialRow], verified: Mapping[int, RowMapping]
+    ) -> list[TrialView]:
         spec = find_spec(record)
-        latest = self._records.latest_epochs(record.id)
+        latest = self._records.latest_epochs(record.id, [row.number for row in rows])
         pinned = self._records.pinned(record.id)
-        verified = self._records.verifications(record.id)
         with reading(record):
             return [
                 trial_view(
@@ -185,7 +240,7 @@ class SweepViews:
                     row.number in pinned,
                     verified.get(row.number),
                 )
-                for row in rows.trials
+                for row in rows
             ]
 
     def trial(self, record: SweepRecord, number: int) -> TrialDetail:
@@ -269,11 +324,25 @@ def best_of(trials: Sequence[TrialView]) -> TrialView | None:
     usable = [
         trial
         for trial in trials
-        if trial.best_valid_loss is not None
-        and (trial.failure is None or trial.failure.failure_class in ENDED_FROM_OUTSIDE)
-        and (trial.verification is None or trial.verification.outcome not in REFUSED)
+        if _may_be_best(trial) and (trial.verification is None or trial.verification.outcome not in REFUSED)
     ]
     return min(usable, key=lambda trial: (trial.rank, trial.number), default=None)
+
+
+def _may_be_best(trial: TrialView) -> bool:
+    """Whatever came of evaluating its checkpoint again."""
+    of_itself = trial.failure is not None and trial.failure.failure_class not in ENDED_FROM_OUTSIDE
+    return trial.best_valid_loss is not None and not of_itself
+
+
+def _is_of(verified: RowMapping | None, row: TrialRow) -> bool:
+    """Whether that is of the checkpoint that is on record now: the trial may have gone on since."""
+    recorded = row.user_attrs.get("checkpoint_sha256")
+    return verified is not None and verified["recorded_sha256"] == recorded
+
+
+def _is_refused(row: TrialRow, verified: RowMapping | None) -> bool:
+    return verified is not None and _is_of(verified, row) and verified["outcome"] in REFUSED
 
 
 def find_spec(record: SweepRecord) -> SweepSpec | None:
@@ -299,8 +368,8 @@ def trial_view(
     verified: RowMapping | None,
 ) -> TrialView:
     attributes = row.user_attrs
-    if verified is not None and verified["recorded_sha256"] != attributes.get("checkpoint_sha256"):
-        verified = None  # it has gone on since
+    if not _is_of(verified, row):
+        verified = None
     at_rest = row.state == TrialState.RUNNING and record.state not in WITH_DRIVER
     return TrialView(
         number=row.number,

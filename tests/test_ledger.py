@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 import trials.ledger
 from service.studies import open_storage
@@ -1045,3 +1045,58 @@ def test_damaged_rows_are_told_of_as_such_and_hide_no_other_study(tmp_path: Path
     delete_study("s2", storage)
     assert studies_of("s2", storage) == []
     assert studies_of(SWEEP, storage) == [SWEEP]
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[BaseStorage]:
+    backend = open_storage(f"sqlite:///{tmp_path / 'study.db'}")
+    yield get_storage(backend)
+    backend.remove_session()
+    backend.engine.dispose()
+
+
+def test_a_report_asks_the_database_for_no_other_trial(stored: BaseStorage) -> None:
+    """A sweep on a hundred GPUs would read a hundred rows, with all that is theirs, an epoch."""
+    ledger = open_ledger(spec(budget={"trials": 30}), stored, MemoryJournal())
+    first = ledger.next_task()
+    assert first is not None
+    ledger.record(first, report(first, 1))
+    alone = _statements_of(stored, lambda: ledger.record(first, report(first, 2)))
+    second, *_ = [ledger.next_task() for _ in range(20)]
+    assert second is not None
+    ledger.record(second, report(second, 1))
+    beside = _statements_of(stored, lambda: ledger.record(second, report(second, 2)))
+    assert len(beside) == len(alone)
+    assert not [words for words in beside if "trials.study_id =" in words]
+
+
+def test_what_a_report_says_of_its_trial_is_one_transaction_and_reads_back(stored: BaseStorage) -> None:
+    ledger = open_ledger(spec(), stored, MemoryJournal())
+    task = ledger.next_task()
+    assert task is not None
+    said = _statements_of(stored, lambda: ledger.record(task, report(task, 1)), what="commit")
+    assert len(said) == 2, "the attributes, and what the dashboard draws"
+    attributes = rows(stored)[0].user_attrs
+    told = {
+        name: attributes[name] for name in ("best_epoch", "best_valid_loss", "checkpoint_sha256", "device")
+    }
+    assert told == {
+        "best_epoch": 1,
+        "best_valid_loss": valid_loss(0, 1),
+        "checkpoint_sha256": "sha256 of 0 after 1",
+        "device": "cpu",
+    }
+    assert attributes == ledger._trials[0].user_attrs
+
+
+def _statements_of(storage: BaseStorage, do: Callable[[], Any], what: str = "statement") -> list[str]:
+    """Those that it has the database carry out, or its commits."""
+    engine = storage._backend.engine  # type: ignore[attr-defined]  # behind Optuna's cache
+    seen: list[str] = []
+
+    if what == "commit":
+        event.listen(engine, "commit", lambda connection: seen.append(what))
+    else:
+        event.listen(engine, "before_cursor_execute", lambda *given: seen.append(given[2]))
+    do()
+    return list(seen)

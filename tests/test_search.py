@@ -130,3 +130,12 @@ def test_trial_that_has_ended_is_no_longer_watched(ledger: StudyLedger, clock: C
     search.on_trial_complete("a", error=True)
     clock.at += 10_000
     assert search.end_hung()
+
+
+def test_once_no_task_is_left_the_database_is_not_asked_for_one(ledger: StudyLedger) -> None:
+    search, journal = StudySearch(ledger, {}), ledger._journal
+    assert isinstance(journal, MemoryJournal)
+    handed_out = [search.suggest(str(number)) for number in range(6)]
+    assert all(handed_out)
+    journal.fenced = True  # from now on a beat is an error
+    assert search.suggest("one more") is None

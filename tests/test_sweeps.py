@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.storages import InMemoryStorage
-from sqlalchemy import update
+from optuna.storages import InMemoryStorage, get_storage
+from sqlalchemy import event, update
 
 from service.database import open_engine
 from service.errors import (
@@ -26,9 +26,11 @@ from service.live import LiveList
 from service.pages import SweepOrder, SweepQuery, read_page
 from service.records import Records, SweepJournal
 from service.schemas import BudgetChanges, Changes, Extension, RetryRequest, SweepView
+from service.studies import open_storage
 from service.sweeps import SweepController
 from service.tables import sweeps
-from tests.fakes import MemoryLauncher, checkpoint_files, failed, report, reports, spec, with_loss
+from service.views import SweepViews
+from tests.fakes import MemoryLauncher, checkpoint_files, failed, report, reports, spec, verified, with_loss
 from tests.service_process import write_corpus
 from trials.ledger import StudyLedger
 from trials.spec import Budget, Resources, SweepRequest, SweepSpec
@@ -472,3 +474,54 @@ def test_sweep_whose_trials_are_damaged_hides_no_other_and_says_so(
     with pytest.raises(UnreadableStudy, match=damaged):
         controller.trials(damaged)
     assert controller.ask(damaged, "cancel").state == "cancelling"
+
+
+def test_what_a_running_sweep_has_come_to_is_the_same_however_often_it_was_looked_at(
+    records: Records, store: CheckpointStore, tmp_path: Path, asked: SweepSpec
+) -> None:
+    """A view that remembers the trials that have ended, beside one that has never looked."""
+    storage = get_storage(open_storage(records.engine.url.render_as_string(hide_password=False)))
+    controller = SweepController(records, storage, store, MemoryLauncher(cpus=4), tmp_path / "data")
+    sweep_id = records.add_sweep("s1", asked).id
+    ledger = start(controller, sweep_id, store)
+
+    def told() -> SweepView:
+        remembered, fresh = (
+            views.sweep(records.get_sweep(sweep_id))
+            for views in (controller.views, SweepViews(records, storage))
+        )
+        steady = {"ran_s": 0.0, "time_left_s": None}
+        assert remembered.model_copy(update=steady) == fresh.model_copy(update=steady)
+        return fresh
+
+    told()
+    first, second = take(ledger), take(ledger)
+    ledger.record(first, with_loss(report(first, 1), 4.0))
+    assert told().best is not None
+    ledger.record(second, with_loss(report(second, 1), 3.0))
+    ledger.record(second, failed("infrastructure"))  # tried again
+    for task in (first, take(ledger)):
+        for epoch in (2, 3):
+            ledger.record(task, with_loss(report(task, epoch), 4.0 - task.number - epoch / 10))
+            told()
+    ended = told()
+    assert (ended.trials.complete, ended.epochs_done, ended.trials.running) == (2, 6, 0)
+    assert ended.best is not None
+    assert ended.best.number == second.number
+    check = ledger.next_check()
+    assert check is not None
+    ledger.record_verification(check.number, replace(verified(check), outcome="differs", valid_loss=9.0))
+    refuted = told()
+    assert refuted.best is not None
+    assert refuted.best.number == first.number
+    diverged = take(ledger)
+    ledger.record(diverged, with_loss(report(diverged, 1), 1.0))
+    ledger.record(diverged, failed("diverged"))
+    assert told().best == refuted.best
+    statements: list[str] = []
+    event.listen(records.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+    controller.views.sweep(records.get_sweep(sweep_id))
+    assert not [words for words in statements if "GROUP BY" in words and " IN (" not in words]
+    records.wish(sweep_id, first.number, "trial_pinned", pinned=True)
+    assert told().best is not None
+    storage._backend.engine.dispose()  # type: ignore[attr-defined]  # behind Optuna's cache

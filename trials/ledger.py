@@ -26,12 +26,14 @@ from trials.samplers import suggest
 from trials.shares import Claim, Node, shares
 from trials.spec import Budget, FailureClass, SweepSpec
 from trials.store import CheckpointStore
-from trials.studies import ENDED_FROM_OUTSIDE, ENDED_WELL, open_study, set_failure
+from trials.studies import ENDED_FROM_OUTSIDE, ENDED_WELL, open_study, set_attributes, set_failure
 from trials.tasks import Failure, Report, Task
 from trials.verification import LEAST_TIMEOUT_S, REFUSED, Check, Outcome, Verification
 
 log = logging.getLogger(__name__)
 
+OF_THE_BEST = ("best_epoch", "best_valid_loss", "checkpoint_sha256")
+"""Attributes of a trial, named as in a report."""
 DATABASE_PATIENCE_S = 600.0
 """How long a driver waits for a database that does not answer; then it ends, and another one is started."""
 
@@ -341,8 +343,7 @@ class StudyLedger:
             "attempt": attempt,
             "config": asdict(config),
         }
-        for key, value in attributes.items():
-            trial.set_user_attr(key, value)
+        set_attributes(trial, attributes)
         recorded_epochs = self._journal.recorded_epochs(trial.number)
         self._journal.record_event("trial_started", number=trial.number, arm=arm, attempt=attempt)
         return Task(
@@ -446,14 +447,13 @@ class StudyLedger:
     def _record_epoch(self, trial: Trial, task: Task, report: Report, epoch: Mapping[str, Any]) -> None:
         if report.corpus_sha256 and "corpus_sha256" not in self._study.user_attrs:
             self._study.set_user_attr("corpus_sha256", report.corpus_sha256)
+        told: dict[str, Any] = {name: getattr(report, name) for name in ("device", "runtime")}
         if report.best_epoch == epoch["epoch"] >= task.best_epoch:  # epochs may be trained again
-            trial.set_user_attr("best_epoch", report.best_epoch)
-            trial.set_user_attr("best_valid_loss", report.best_valid_loss)
-            trial.set_user_attr("checkpoint_sha256", report.checkpoint_sha256)
-        for name in ("device", "runtime"):
-            if trial.user_attrs.get(name) != getattr(report, name):
-                trial.set_user_attr(name, getattr(report, name))
-        known = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
+            told |= {name: getattr(report, name) for name in OF_THE_BEST}
+        before = trial.user_attrs
+        set_attributes(trial, {name: value for name, value in told.items() if before.get(name) != value})
+        # The trial's own copy: nobody else writes it, and to ask Optuna reads every row that is open.
+        known = trial._cached_frozen_trial.intermediate_values
         if epoch["epoch"] in intermediate_epochs(task.config.training.epochs) - known.keys():
             trial.report(perplexity(epoch["valid_loss"]), epoch["epoch"])
         if epoch["epoch"] > task.recorded_epochs:

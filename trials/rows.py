@@ -202,6 +202,9 @@ _COLUMNS = select(
     _TRIAL.datetime_complete,
 )
 _TRIALS = _COLUMNS.where(_TRIAL.study_id == bindparam("study_id")).order_by(_TRIAL.number)
+_OTHERS = _TRIALS.where(
+    (_TRIAL.number > bindparam("upto")) | _TRIAL.number.in_(bindparam("numbers", expanding=True))
+)
 _ONE = _COLUMNS.join(StudyModel.__table__, _STUDY.study_id == _TRIAL.study_id).where(
     _STUDY.study_name == bindparam("study_name"), _TRIAL.number == bindparam("number")
 )
@@ -224,11 +227,17 @@ _PARAMS_OF_STUDY = _EVERY_PARAM.where(_PARAM.trial_id.in_(_OF_STUDY))
 
 
 def _read_trials(connection: Connection, study_id: int, known: Mapping[int, TrialRow]) -> list[TrialRow]:
+    """Those that are known to have ended are not asked for again: a large study has few others."""
+    upto = max(known, default=-1)
+    asked: dict[str, Any] = {"study_id": study_id}
+    query = _TRIALS
+    if 0 <= upto + 1 - len(known) <= MOST_NAMED:
+        open_numbers = [number for number in range(upto + 1) if number not in known]
+        query, asked = _OTHERS, {**asked, "upto": upto, "numbers": open_numbers}
     # The states first: who had ended by then has all its attributes by now.
-    found = connection.execute(_TRIALS, {"study_id": study_id}).all()
+    found = connection.execute(query, asked).all()
     new = _read_rows(connection, study_id, [row for row in found if row.number not in known])
-    read = {row.number: row for row in new}
-    return [known.get(row.number) or read[row.number] for row in found]
+    return sorted([*known.values(), *new], key=lambda row: row.number)
 
 
 def _read_rows(connection: Connection, study_id: int, found: Sequence[Any]) -> list[TrialRow]:

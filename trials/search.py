@@ -63,8 +63,8 @@ class StudySearch(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         """The next task, None to be asked again, or FINISHED, which Tune's own annotation forgets."""
-        # It is asked many times a second: not the database, too.
-        task = None if self._ledger.is_full else self._next_task()
+        # It is asked many times a second: not the database, too. What is wished for, each beat tells.
+        task = None if self._ledger.is_full or self._ledger.exhausted else self._next_task()
         if task is not None:
             self.tasks[trial_id] = task
             self._heard[trial_id] = time.monotonic(), None

@@ -1,13 +1,15 @@
 """A sweep's study as a whole: opened, looked at, copied to try failed trials again, closed, deleted."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.storages import BaseStorage, RDBStorage
-from optuna.storages._rdb.models import StudyModel
+from optuna.storages._rdb.models import StudyModel, TrialUserAttributeModel
+from optuna.storages._rdb.storage import _create_scoped_session
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy import select
@@ -134,6 +136,21 @@ def close_open_trials(study_name: str, storage: BaseStorage, failure: Failure) -
         trial = Trial(study, row._trial_id)
         set_failure(trial, failure)
         study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+
+
+def set_attributes(trial: Trial, attributes: Mapping[str, Any]) -> None:
+    """All in one transaction, where the storage has them; Optuna's own way is one for each."""
+    backend = getattr(trial.storage, "_backend", trial.storage)  # behind Optuna's cache
+    if not isinstance(backend, RDBStorage):
+        for name, value in attributes.items():
+            trial.set_user_attr(name, value)
+    elif attributes:
+        with _create_scoped_session(backend.scoped_session) as session:
+            for name, value in attributes.items():
+                backend._set_trial_attr_without_commit(
+                    session, TrialUserAttributeModel, trial._trial_id, name, value
+                )
+        trial._cached_frozen_trial.user_attrs.update(attributes)
 
 
 def set_failure(trial: Trial, failure: Failure) -> None:
