@@ -1,6 +1,6 @@
 """The Ray cluster of docker/compose.cluster.yaml: its own commands, on hosts of their own, run a sweep.
 
-Each host has its own address, so that its ports are those of the composition; the service runs on this machine.
+Each host has its own address, so that the ports are the composition's; the service runs on this machine.
 """
 
 import os
