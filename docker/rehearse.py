@@ -470,10 +470,10 @@ def live(image: Image, systems: RootFileSystems, folder: Path) -> None:
     ok(token not in started.log.read_text(), "the token stands nowhere in the log")
 
 
-def submit(started: Container) -> str:
-    """A sweep of four trials; its id."""
+def submit(started: Container, trials: int = 4, epochs: int = 12) -> str:
+    """A sweep; its id."""
     parts = [f"corpus.{part}_tokens={tokens}" for part, tokens in TOKENS.items()]
-    small = [*parts, "budget.trials=4", "training.epochs=12", 'pruner={"name": "none"}']
+    small = [*parts, f"budget.trials={trials}", f"training.epochs={epochs}", 'pruner={"name": "none"}']
     options = [part for setting in small for part in ("--set", setting)]
     asked = started.output(*CLIENT, "submit", "--preset", "quickstart", *options, "--json")
     return str(json.loads(asked)["id"])
@@ -544,14 +544,15 @@ def live_in_a_cluster(image: Image, systems: RootFileSystems, folder: Path) -> N
             nobody = {one["Uid"].split()[0] for one in node.processes()} == {image.user.split(":")[0]}
             require(nobody, "nobody is root")
         require(not (volume / "nodes").exists(), "no corpus is there yet")
-        submit(controller)
+        submit(controller, trials=2, epochs=6)
         wait_until(lambda: int(str(told(controller)["epochs_done"])) >= 2, "trials have finished epochs")
         require(at_work(worker), "they are the worker's")
         require(not at_work(head), "and none is the head's")
         print("ok  they run in the worker's container", flush=True)
-        second = start("ray-worker", "second")
         code, seconds = worker.stop()
+        require(seconds < 30, "a worker that is stopped ends before an engine kills it")
         print(f"ok  a worker is stopped, after {seconds:.1f} s, with {code}", flush=True)
+        second = start("ray-worker", "second")
         wait_until(lambda: at_work(second), "another one goes on")
         wait_until(lambda: told(controller)["state"] == "succeeded", "the sweep goes on to its end")
         for name in ("controller", "second", "ray-head"):
