@@ -2,8 +2,8 @@
 
 Carries out the Dockerfile's own instructions in root file systems of their own, of Debian by debootstrap, and
 then lives with the result as a container would: process 1, another user, no capability, no network, a root
-file system that is read-only; then as those of compose.cluster.yaml, on a network that is theirs alone. What is
-not rehearsed is the base image; Debian's Python stands in for it.
+file system that is read-only; then as the containers of compose.cluster.yaml, on a network of their own. What
+is not rehearsed is the base image; Debian's Python stands in for it.
 Beside Python it needs debootstrap, util-linux, iproute2, and a network for the installing.
 
     python3 docker/rehearse.py              # about ten minutes, and 5 GB in build/rehearsal
