@@ -2,7 +2,8 @@
 
 Carries out the Dockerfile's own instructions in root file systems of their own, of Debian by debootstrap, and
 then lives with the result as a container would: process 1, another user, no capability, no network, a root
-file system that is read-only. What is not rehearsed is the base image; Debian's Python stands in for it.
+file system that is read-only; then as the containers of compose.cluster.yaml, on a network of their own. What
+is not rehearsed is the base image; Debian's Python stands in for it.
 Beside Python it needs debootstrap, util-linux, iproute2, and a network for the installing.
 
     python3 docker/rehearse.py              # about ten minutes, and 5 GB in build/rehearsal
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +38,13 @@ APART = ("pid", "net", "ipc", "uts", "mount")
 """The namespaces of a container."""
 TOKENS = {"train": 20_000, "valid": 3_000, "test": 3_000}
 """Of the sweep: some seconds an epoch."""
+CLIENT = ("env", "FRATERNAL_TOKEN_FILE=/run/secrets/fraternal_admin_token", "fraternal")
+PREFIX = "198.18.0"
+"""Of the addresses of containers that have a network; RFC 2544: for tests."""
+TRAINING = ("ray::LanguageMo", "ray::ResourceTr")
+"""Names of processes that run trials, as the kernel cuts them off."""
+NAMES_FROM_A_FILE = {"GRPC_DNS_RESOLVER": "native"}
+"""Ray's own resolver asks a name server, as Docker has one, and reads no /etc/hosts."""
 POWERLESS = "--no-new-privs --bounding-set=-all --inh-caps=-all"
 INHERITED = re.compile(r"PIP_\w+|\w+_proxy|\w+_PROXY")
 """Variables that say how this machine reaches packages."""
@@ -242,35 +250,87 @@ for name in null zero full random urandom tty; do
 done
 ln -s /proc/self/fd "$ROOT/dev/fd"
 mkdir "$ROOT/dev/shm"
-mount -t tmpfs -o noexec,nosuid,nodev,mode=1777,size=512m tmpfs "$ROOT/dev/shm"
-mount --bind "$VOLUME" "$ROOT/data"
+mount -t tmpfs -o noexec,nosuid,nodev,mode=1777,size="$SHM" tmpfs "$ROOT/dev/shm"
+if [ -n "$VOLUME" ]; then mount --bind "$VOLUME" "$ROOT/data"; fi
 mount --bind "$SECRETS" "$ROOT/run/secrets"
 mount -o remount,bind,ro "$ROOT/run/secrets"
+mount --bind "$HOSTS" "$ROOT/etc/hosts"
+mount -o remount,bind,ro "$ROOT/etc/hosts"
 mount -o remount,bind,ro "$ROOT"
-hostname controller
+hostname "$NAME"
 ip link set lo up
+until [ -z "$ADDRESS" ] || ip route show default | grep -q eth0; do sleep 0.05; done
 exec chroot "$ROOT" setpriv {who} env -i {env} sh -c 'cd "$0" && exec "$@"' "$@"
 """
+
+
+class Network:
+    """A bridge that containers are plugged into, in a namespace of its own: nothing of this machine's."""
+
+    def __init__(self) -> None:
+        self._switch = subprocess.Popen(["unshare", "--net", "sh", "-c", "ip link set lo up; exec sleep inf"])
+        self.addresses: dict[str, str] = {}
+        outside = os.readlink("/proc/self/ns/net")
+        while os.readlink(f"/proc/{self._switch.pid}/ns/net") == outside:
+            time.sleep(0.01)
+        self._ip(self._switch.pid, "link add bridge type bridge")
+        self._ip(self._switch.pid, f"addr add {PREFIX}.1/24 dev bridge")
+        self._ip(self._switch.pid, "link set bridge up")
+
+    def plug_in(self, name: str, process: int) -> None:
+        cable = f"c{process}"
+        self._ip(self._switch.pid, f"link add {cable} type veth peer name eth0 netns {process}")
+        self._ip(self._switch.pid, f"link set {cable} master bridge up")
+        self._ip(process, f"addr add {self.addresses[name]}/24 dev eth0")
+        self._ip(process, "link set eth0 up")
+        self._ip(process, f"route add default via {PREFIX}.1")
+
+    @staticmethod
+    def _ip(process: int, command: str) -> None:
+        _do("nsenter", f"--target={process}", "--net", "ip", *command.split())
+
+    def close(self) -> None:
+        self._switch.kill()
+        self._switch.wait()
 
 
 class Container:
     """A process 1 of its own in an image's file system, as Docker would start it."""
 
-    def __init__(self, image: Image, root: Path, volume: Path, given: Path, command: list[str]) -> None:
-        self._image, self.log = image, volume.parent / "container.log"
+    def __init__(
+        self,
+        image: Image,
+        root: Path,
+        volume: Path | None,
+        given: Path,
+        *,
+        name: str = "controller",
+        shm: str = "512m",
+        network: Network | None = None,
+    ) -> None:
+        """`given` is its folder of secrets; beside it are its log and its hosts."""
+        self._image, self.log = image, given.parent / f"{name}.log"
         user, group = image.user.split(":")
         self._who = f"--reuid={user} --regid={group} --clear-groups {POWERLESS}"
         self._env = " ".join(shlex.quote(f"{name}={value}") for name, value in image.env.items())
         script = START.format(who=self._who, env=self._env)
         apart = ["unshare", "--fork", "--kill-child", *(f"--{name}" for name in APART)]
+        others = network.addresses if network is not None else {}
+        hosts = given.parent / f"{name}.hosts"
+        lines = {"localhost": "127.0.0.1", **others}
+        hosts.write_text("".join(f"{address} {host}\n" for host, address in lines.items()))
+        said = {"NAME": name, "ADDRESS": others.get(name, ""), "HOSTS": str(hosts), "SHM": shm}
+        places = {"ROOT": str(root), "VOLUME": str(volume or ""), "SECRETS": str(given)}
         with self.log.open("ab") as log:
             self._unshare = subprocess.Popen(
-                [*apart, "sh", "-c", script, "sh", image.workdir, *image.entrypoint, *command],
-                env={**os.environ, "ROOT": str(root), "VOLUME": str(volume), "SECRETS": str(given)},
+                [*apart, "sh", "-c", script, "sh", image.workdir, *image.entrypoint, *image.command],
+                env={**os.environ, **places, **said},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+        if network is not None:
+            network.plug_in(name, self.first)
 
     @property
     def first(self) -> int:
@@ -320,6 +380,10 @@ class Container:
     def wait(self) -> int:
         return self._unshare.wait(timeout=120)
 
+    def kill(self) -> None:
+        self._unshare.kill()
+        self._unshare.wait()
+
 
 def require(holds: bool, what: str) -> None:
     if not holds:
@@ -334,13 +398,25 @@ def wait_until(is_so: Callable[[], bool], what: str, seconds: float = 600) -> No
     print(f"ok  {what}, after {time.monotonic() - began:.1f} s", flush=True)
 
 
+def new_volume(root: Path, volume: Path) -> None:
+    """As an engine makes it: with contents and owner of the image's folder."""
+    shutil.rmtree(volume.parent, ignore_errors=True)
+    shutil.copytree(root / "data", volume)
+    of_image = (root / "data").stat()
+    os.chown(volume, of_image.st_uid, of_image.st_gid)
+
+
+def make_secret(folder: Path, name: str, value: str) -> None:
+    """As up.sh leaves it."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(value + "\n")
+    (folder / name).chmod(0o444)
+
+
 def live(image: Image, systems: RootFileSystems, folder: Path) -> None:
     """What compose.yaml and the manifests rely on, looked at."""
     root, volume, given = systems.root(image.stage), folder / "life" / "volume", folder / "life" / "secrets"
-    shutil.rmtree(volume.parent, ignore_errors=True)
-    shutil.copytree(root / "data", volume)  # as a new volume is: contents and owner
-    of_image = (root / "data").stat()
-    os.chown(volume, of_image.st_uid, of_image.st_gid)
+    new_volume(root, volume)
     given.mkdir()
     token = f"frt_{secrets.token_hex(6)}_{secrets.token_hex(32)}"
 
@@ -348,15 +424,14 @@ def live(image: Image, systems: RootFileSystems, folder: Path) -> None:
         require(holds, f"{what}\n--\n{started.log.read_text(errors='replace')[-3000:]}")
         print(f"ok  {what}", flush=True)
 
-    def start(*command: str) -> Container:
-        return Container(image, root, volume, given, [*command] or image.command)
+    def start() -> Container:
+        return Container(image, root, volume, given)
 
     started = start()
     ok(started.wait() == 1, "without a token it does not listen off loopback")
     ok("no valid token" in started.log.read_text(), "and says so")
 
-    (given / "fraternal_admin_token").write_text(token + "\n")
-    (given / "fraternal_admin_token").chmod(0o444)
+    make_secret(given, "fraternal_admin_token", token)
     started = start()
     wait_until(started.is_healthy, "its health check passes")
     first = Path(f"/proc/{started.first}/comm").read_text().strip()
@@ -369,18 +444,10 @@ def live(image: Image, systems: RootFileSystems, folder: Path) -> None:
     extras = started.output("python", "-c", "import psycopg, s3fs, torch; print(torch.__version__)")
     ok(bool(extras), f"PostgreSQL's and S3's drivers are there, and torch {extras.strip()}")
     ok(started.execute("fraternal", "ls").returncode == 1, "without its token it tells nobody anything")
-    client = ["env", "FRATERNAL_TOKEN_FILE=/run/secrets/fraternal_admin_token", "fraternal"]
-    parts = [f"corpus.{part}_tokens={tokens}" for part, tokens in TOKENS.items()]
-    small = [*parts, "budget.trials=4", "training.epochs=12", 'pruner={"name": "none"}']
-    options = [part for setting in small for part in ("--set", setting)]
-    asked = started.output(*client, "submit", "--preset", "quickstart", *options, "--json")
-    sweep = str(json.loads(asked)["id"])
-
-    def told() -> dict[str, object]:
-        return dict(json.loads(started.output(*client, "ls", "--json"))[0])
+    sweep = submit(started)
 
     def epochs() -> int:
-        return int(str(told()["epochs_done"]))
+        return int(str(told(started)["epochs_done"]))
 
     wait_until(lambda: epochs() >= 2, "a sweep's trials have finished epochs, without a network")
     drivers = [one for one in started.processes() if "service.drive" in one["command"]]
@@ -396,12 +463,110 @@ def live(image: Image, systems: RootFileSystems, folder: Path) -> None:
     started = start()
     wait_until(started.is_healthy, "started once more, it is healthy")
     ok(epochs() >= reached, "the sweep is where it was")
-    wait_until(lambda: told()["state"] == "succeeded", "the sweep goes on to its end")
-    started.output(*client, "fetch", sweep, "--out", "/data/best.tar")
+    wait_until(lambda: told(started)["state"] == "succeeded", "the sweep goes on to its end")
+    started.output(*CLIENT, "fetch", sweep, "--out", "/data/best.tar")
     ok((volume / "best.tar").stat().st_size > 10_000, "its best checkpoint can be fetched")
     ok(not started.zombies(), "there are no zombies")
     ok(started.stop()[0] == 0, "it ends with 0")
     ok(token not in started.log.read_text(), "the token stands nowhere in the log")
+
+
+def submit(started: Container, trials: int = 4, epochs: int = 12) -> str:
+    """A sweep; its id."""
+    parts = [f"corpus.{part}_tokens={tokens}" for part, tokens in TOKENS.items()]
+    small = [*parts, f"budget.trials={trials}", f"training.epochs={epochs}", 'pruner={"name": "none"}']
+    options = [part for setting in small for part in ("--set", setting)]
+    asked = started.output(*CLIENT, "submit", "--preset", "quickstart", *options, "--json")
+    return str(json.loads(asked)["id"])
+
+
+def told(started: Container) -> dict[str, object]:
+    """What the service says of its one sweep."""
+    return dict(json.loads(started.output(*CLIENT, "ls", "--json"))[0])
+
+
+def composed(image: Image, root: Path) -> dict[str, Image]:
+    """What compose.cluster.yaml makes of it, with the defaults of its variables. The image reads YAML."""
+    read = "import json, sys, yaml; print(json.dumps(yaml.safe_load(sys.stdin)['services']))"
+    done = subprocess.run(
+        ["chroot", root, "/opt/fraternal/bin/python", "-c", read],
+        input=re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (DOCKERFILE.parent / "compose.cluster.yaml").read_text()),
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    return {
+        name: replace(
+            image,
+            env={**image.env, **service["environment"], **NAMES_FROM_A_FILE},
+            entrypoint=service.get("entrypoint", image.entrypoint),
+            command=service.get("command", image.command),
+            health=service["healthcheck"]["test"][1:] if "healthcheck" in service else image.health,
+        )
+        for name, service in json.loads(done.stdout).items()
+    }
+
+
+def live_in_a_cluster(image: Image, systems: RootFileSystems, folder: Path) -> None:
+    """What compose.cluster.yaml says, each service of it a container with an address of its own."""
+    root, volume = systems.root(image.stage), folder / "cluster" / "volume"
+    new_volume(root, volume)
+    of_cluster, of_service = volume.parent / "of-cluster", volume.parent / "of-service"
+    for given in (of_cluster, of_service):
+        make_secret(given, "ray_auth_token", secrets.token_hex(32))
+    shutil.copy2(of_cluster / "ray_auth_token", of_service)
+    make_secret(of_service, "fraternal_admin_token", f"frt_{secrets.token_hex(6)}_{secrets.token_hex(32)}")
+    images, network = composed(image, root), Network()
+    for number, name in enumerate(("controller", "ray-head", "ray-worker", "second"), start=2):
+        network.addresses[name] = f"{PREFIX}.{number}"
+    started: dict[str, Container] = {}
+
+    def start(service: str, name: str = "") -> Container:
+        alone = service == "ray-head"
+        made = Container(
+            images[service],
+            root,
+            None if alone else volume,
+            of_service if service == "controller" else of_cluster,
+            name=name or service,
+            shm="512m" if service == "controller" else "256m",
+            network=network,
+        )
+        started[name or service] = made
+        wait_until(made.is_healthy, f"{name or service} is healthy", 120)
+        return made
+
+    def at_work(node: Container) -> bool:
+        return any(one["Name"].startswith(TRAINING) for one in node.processes())
+
+    try:
+        head, worker, controller = start("ray-head"), start("ray-worker"), start("controller")
+        for node in (head, worker):
+            nobody = {one["Uid"].split()[0] for one in node.processes()} == {image.user.split(":")[0]}
+            require(nobody, "nobody is root")
+        require(not (volume / "nodes").exists(), "no corpus is there yet")
+        submit(controller, trials=2, epochs=6)
+        wait_until(lambda: int(str(told(controller)["epochs_done"])) >= 2, "trials have finished epochs")
+        require(at_work(worker), "they are the worker's")
+        require(not at_work(head), "and none is the head's")
+        print("ok  they run in the worker's container", flush=True)
+        code, seconds = worker.stop()
+        require(seconds < 30, "a worker that is stopped ends before an engine kills it")
+        print(f"ok  a worker is stopped, after {seconds:.1f} s, with {code}", flush=True)
+        second = start("ray-worker", "second")
+        wait_until(lambda: at_work(second), "another one goes on")
+        wait_until(lambda: told(controller)["state"] == "succeeded", "the sweep goes on to its end")
+        for name in ("controller", "second", "ray-head"):
+            code, seconds = started[name].stop()
+            print(f"ok  {name} is stopped, after {seconds:.1f} s, with {code}", flush=True)
+    except SystemExit:
+        for name, one in started.items():
+            print(f"-- {name}\n{one.log.read_text(errors='replace')[-2000:]}", flush=True)
+        raise
+    finally:
+        for one in started.values():
+            one.kill()
+        network.close()
 
 
 def main() -> None:
@@ -430,6 +595,7 @@ def main() -> None:
         print(f"    stage {stage}: {systems.size(stage)}")
     print(f"ok  built, in {time.monotonic() - began:.0f} s", flush=True)
     live(image, systems, folder)
+    live_in_a_cluster(image, systems, folder)
 
 
 class _OnlyMounted:

@@ -16,6 +16,7 @@ make_secret() {
 }
 make_secret fraternal_database_password "$(openssl rand -hex 32)"
 make_secret fraternal_admin_token "frt_$(openssl rand -hex 6)_$(openssl rand -hex 32)"
+make_secret ray_auth_token "$(openssl rand -hex 32)"
 
 docker compose up --build --detach --wait "$@"
 echo "the service is up at http://${FRATERNAL_LISTEN:-127.0.0.1:8123}/; sign in with docker/secrets/fraternal_admin_token"

@@ -32,6 +32,7 @@ DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SECRETS = {"fraternal_admin_token", "fraternal_database_password"}
+"""Of the service; Ray's are its own."""
 DIGEST = re.compile(r"[a-z/]+:\d+\.\d+[\w.-]*@sha256:[0-9a-f]{64}")
 
 
@@ -256,7 +257,7 @@ def composed(tmp_path: Path, *files: str, **environment: str) -> dict[str, Any]:
     if not here.exists():
         shutil.copytree(DOCKER, here, ignore=shutil.ignore_patterns("secrets", "corpora"))
         (here / "secrets").mkdir()
-        for name in SECRETS:
+        for name in {*SECRETS, "ray_auth_token"}:
             (here / "secrets" / name).write_text("planted-xyzzy")
     options = [part for name in files for part in ("--file", name)]
     command = [found("docker-compose"), *options, "config"]
@@ -308,15 +309,89 @@ def test_docker_compose_takes_the_gpu_variant(tmp_path: Path) -> None:
     assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
 
 
+CLUSTER = ("compose.yaml", "compose.cluster.yaml")
+
+
+def test_docker_compose_takes_the_cluster(tmp_path: Path) -> None:
+    services = composed(tmp_path, *CLUSTER, FRATERNAL_WORKERS="3", FRATERNAL_WORKER_CPUS="2")["services"]
+    assert set(services) == {"controller", "database", "ray-head", "ray-worker"}
+    controller, head, worker = (services[name] for name in ("controller", "ray-head", "ray-worker"))
+    assert len({service["image"] for service in (controller, head, worker)}) == 1
+    for name, service in services.items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert ("ports" in service) == (name == "controller"), "nothing else is published"
+    assert services["database"]["networks"].keys().isdisjoint({*head["networks"], *worker["networks"]})
+    assert list(head["networks"]) == list(worker["networks"]) == ["cluster"]
+    assert "cluster" in controller["networks"]
+    for service in (head, worker):
+        assert [secret["source"] for secret in service["secrets"]] == ["ray_auth_token"]
+        assert int(service["shm_size"]) > 104857600, "the object store fits"
+    for service in (controller, head, worker):
+        assert service["environment"]["RAY_AUTH_MODE"] == "token"
+        target = {secret["source"]: secret["target"] for secret in service["secrets"]}["ray_auth_token"]
+        assert service["environment"]["RAY_AUTH_TOKEN_PATH"] == target
+    assert {name: one["condition"] for name, one in controller["depends_on"].items()} == {
+        "database": "service_healthy",
+        "ray-head": "service_healthy",
+    }
+    assert worker["depends_on"]["ray-head"]["condition"] == "service_healthy"
+    assert (worker["deploy"]["replicas"], float(worker["cpus"])) == (3, 2.0)
+    assert worker["command"] == [f"--address={controller['environment']['FRATERNAL_RAY_ADDRESS']}"]
+
+    def mounted(service: dict[str, Any]) -> set[tuple[str, str]]:
+        return {(mount["source"], mount["target"]) for mount in service["volumes"]}
+
+    assert mounted(controller) == mounted(worker), "one store, at one path, and the same corpora"
+
+
+def test_the_clusters_gpus_are_its_workers(tmp_path: Path) -> None:
+    services = composed(tmp_path, *CLUSTER, "compose.cluster.gpu.yaml", FRATERNAL_WORKERS="3")["services"]
+    ray = {name: services[name] for name in ("controller", "ray-head", "ray-worker")}
+    assert {service["image"].rpartition("-")[2] for service in ray.values()} == {"cuda"}
+    assert "deploy" not in ray["controller"]
+    deployed = ray["ray-worker"]["deploy"]
+    (device,) = deployed["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
+    assert deployed["replicas"] == 1, "several would each have all of them"
+
+
+def started_with(options: list[str]) -> dict[str, Any]:
+    """What `ray start` understands of its options. Raises click's errors."""
+    from ray.scripts.scripts import start
+
+    return dict(start.make_context("ray start", list(options)).params)
+
+
+def test_ray_understands_the_cluster_of_the_composition() -> None:
+    from trials.trainable import NODE_DIR
+
+    services = yaml.safe_load((DOCKER / "compose.cluster.yaml").read_text())["services"]
+    said = {}
+    for name in ("ray-head", "ray-worker"):
+        begin, options = services[name]["entrypoint"][:4], services[name]["entrypoint"][4:]
+        assert begin == ["tini", "--", "ray", "start"]
+        said[name] = started_with([*options, *services[name]["command"]])
+        assert said[name]["block"], "or process 1 ends at once"
+    head, worker = said["ray-head"], said["ray-worker"]
+    assert (head["head"], head["num_cpus"], head["num_gpus"]) == (True, 0, 0), "no trial runs there"
+    assert (worker["head"], worker["num_cpus"]) == (False, None), "as many as its container has"
+    assert str(head["port"]) in services["ray-head"]["healthcheck"]["test"][-1]
+    assert str(worker["node_manager_port"]) in services["ray-worker"]["healthcheck"]["test"][-1]
+    ours = {name for name in services["ray-worker"]["environment"] if name.startswith("FRATERNAL_")}
+    assert ours == {NODE_DIR}
+
+
 def test_settings_and_secrets_of_the_composition_are_the_services_own(tmp_path: Path) -> None:
     """A misspelt one would be passed over in silence."""
     fields = {f"fraternal_{name}" for name in Settings.model_fields}
     assert fields >= SECRETS
     controller = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["controller"]
+    in_cluster = yaml.safe_load((DOCKER / "compose.cluster.yaml").read_text())["services"]["controller"]
     _, image = noted()
-    given = {
-        name.lower() for name in (*controller["environment"], *image.env) if name.startswith("FRATERNAL_")
-    }
+    named = (*controller["environment"], *in_cluster["environment"], *image.env)
+    given = {name.lower() for name in named if name.startswith("FRATERNAL_")}
     assert given <= fields
     settings = Settings(
         data_dir=tmp_path,
@@ -342,7 +417,7 @@ def test_one_command_makes_secrets_once_and_brings_everything_up(tmp_path: Path)
 
     said = up()
     made = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
-    assert set(made) == SECRETS
+    assert set(made) == {*SECRETS, "ray_auth_token"}
     parse_token(made["fraternal_admin_token"].strip())
     assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "secrets").iterdir()} == {0o444}
@@ -356,10 +431,27 @@ def test_one_command_makes_secrets_once_and_brings_everything_up(tmp_path: Path)
 # Kubernetes.
 
 
-def manifests() -> dict[str, Any]:
-    """By kind."""
-    documents = yaml.safe_load_all((DOCKER / "kubernetes" / "controller.yaml").read_text())
-    return {document["kind"]: document for document in documents}
+def manifests(*files: str) -> dict[str, Any]:
+    """By kind; of a kind that is there more than once, the last one."""
+    return {
+        document["kind"]: document
+        for name in files or ("controller/controller.yaml",)
+        for document in read(name)
+    }
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DOCKER / "kubernetes" / name).read_text()))
+
+
+def ray_pods() -> dict[str, dict[str, Any]]:
+    """Pods as KubeRay would make them, before it adds its own: by the name of their container."""
+    spec = manifests("cluster/ray.yaml")["RayCluster"]["spec"]
+    templates = [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+    return {
+        template["spec"]["containers"][0]["name"]: {"apiVersion": "v1", "kind": "Pod", **template}
+        for template in templates
+    }
 
 
 @pytest.mark.parametrize("version", ["1.30", "1.37"])
@@ -369,11 +461,93 @@ def test_the_manifests_are_valid_by_their_schemas(version: str) -> None:
     )
     kinds = manifests()
     assert set(kinds) == {"PersistentVolumeClaim", "Deployment", "Service", "PodDisruptionBudget"}
-    for document in kinds.values():
+    for document in (*kinds.values(), *read("cluster/network.yaml"), *ray_pods().values()):
         kubernetes_validate.validate(document, version, strict=True)
     kinds["Deployment"]["spec"]["replicsa"] = 1
-    with pytest.raises(kubernetes_validate.ValidationError, match="replicsa"):
-        kubernetes_validate.validate(kinds["Deployment"], version, strict=True)
+    worker = ray_pods()["ray-worker"]
+    worker["spec"]["containers"][0]["envForm"] = []
+    for wrong, word in ((kinds["Deployment"], "replicsa"), (worker, "envForm")):
+        with pytest.raises(kubernetes_validate.ValidationError, match=word):
+            kubernetes_validate.validate(wrong, version, strict=True)
+
+
+RAY_CLUSTER = {
+    "": {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"},
+    "authOptions": {"mode"},
+    "headGroupSpec": {"rayStartParams", "template"},
+    "workerGroupSpecs": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"},
+}
+"""Of the fields in KubeRay's reference of ray.io/v1, those that we use: no package has its schema."""
+
+
+def test_the_ray_cluster_has_fields_that_kuberay_knows_and_options_that_ray_does() -> None:
+    cluster = manifests("cluster/ray.yaml")["RayCluster"]
+    assert (cluster["apiVersion"], set(cluster)) == ("ray.io/v1", {"apiVersion", "kind", "metadata", "spec"})
+    spec = cluster["spec"]
+    (workers,) = spec["workerGroupSpecs"]
+    assert set(spec) == RAY_CLUSTER[""]
+    assert set(spec["authOptions"]) == RAY_CLUSTER["authOptions"]
+    assert set(spec["headGroupSpec"]) == RAY_CLUSTER["headGroupSpec"]
+    assert set(workers) == RAY_CLUSTER["workerGroupSpecs"]
+    assert spec["authOptions"]["mode"] == "token"
+    (pinned,) = [one for one in PROJECT["project"]["dependencies"] if one.startswith("ray[")]
+    assert pinned.endswith(f"=={spec['rayVersion']}")
+    assert 0 <= workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+
+    def options(group: dict[str, Any]) -> list[str]:
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), (
+            "KubeRay's are strings"
+        )
+        return [f"--{name}={value}" for name, value in group["rayStartParams"].items()]
+
+    head = started_with(["--head", *options(spec["headGroupSpec"])])
+    worker = started_with(["--address=fraternal-ray-head-svc:6379", *options(workers)])
+    assert (head["num_cpus"], head["num_gpus"]) == (0, 0), "no trial runs there"
+    (listening,) = ray_pods()["ray-worker"]["spec"]["containers"][0]["ports"]
+    assert listening["containerPort"] == worker["node_manager_port"], "which its probes ask"
+
+
+def test_the_pods_of_the_ray_cluster_fit_the_image_and_the_controller() -> None:
+    _, image = noted()
+    user, group = map(int, image.user.split(":"))
+    cluster, (patch,) = manifests("cluster/ray.yaml")["RayCluster"], read("cluster/controller-patch.yaml")
+    for name, pod in ray_pods().items():
+        spec = pod["spec"]
+        (container,) = spec["containers"]
+        assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["fsGroup"]) == (user, group)
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }, name
+        paths = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert set(paths) == {image.env["HOME"], "/dev/shm"}
+        assert set(paths.values()) == {volume["name"] for volume in spec["volumes"]}
+    (controller,) = patch["spec"]["template"]["spec"]["containers"]
+    settings = {one["name"]: one.get("value") for one in controller["env"]}
+    name = cluster["metadata"]["name"]
+    assert settings["FRATERNAL_RAY_ADDRESS"] == f"{name}-head-svc:6379", "as KubeRay names its service"
+    fields = {f"FRATERNAL_{field}".upper() for field in Settings.model_fields}
+    assert {one for one in settings if one.startswith("FRATERNAL_")} <= fields
+    (token,) = [
+        one["valueFrom"]["secretKeyRef"] for one in controller["env"] if one["name"] == "RAY_AUTH_TOKEN"
+    ]
+    assert token == {"name": name, "key": "auth_token"}, "as KubeRay names its secret"
+    store = controller["envFrom"]
+    assert store == ray_pods()["ray-worker"]["spec"]["containers"][0]["envFrom"] != []
+    guarded, _ = read("cluster/network.yaml")
+    assert guarded["spec"]["podSelector"]["matchLabels"] == {"ray.io/cluster": name}
+
+
+@pytest.mark.parametrize("which", ["single", "cluster"])
+def test_kustomize_puts_the_image_everywhere(which: str) -> None:
+    command = [found("kubectl"), "kustomize", DOCKER / "kubernetes" / which]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    images = re.findall(r"image: (\S+)", done.stdout)
+    assert images == [f"fraternal:{PROJECT['project']['version']}-cpu"] * {"single": 1, "cluster": 3}[which]
+    assert ("FRATERNAL_RAY_ADDRESS" in done.stdout) == (which == "cluster")
 
 
 def test_the_manifests_fit_the_image_and_one_another() -> None:
@@ -401,6 +575,7 @@ def test_the_manifests_fit_the_image_and_one_another() -> None:
         1,
         {"type": "Recreate"},
     )
-    (customized,) = yaml.safe_load((DOCKER / "kubernetes" / "kustomization.yaml").read_text())["images"]
-    assert customized["name"] == container["image"]
-    assert customized["newTag"] == f"{Version(PROJECT['project']['version'])}-cpu"
+    for which in ("single", "cluster"):
+        (customized,) = read(f"{which}/kustomization.yaml")[0]["images"]
+        assert customized["name"] == container["image"]
+        assert customized["newTag"] == f"{Version(PROJECT['project']['version'])}-cpu"
