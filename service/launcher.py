@@ -51,6 +51,8 @@ DRIVER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the study remembers, not Tune's folder
     "TUNE_GLOBAL_CHECKPOINT_S": "inf",  # nor its state, all of it every ten seconds
+    # Tune would begin a trial again itself whose node is drained, and then not know its own state.
+    "RAY_TRAIN_COUNT_PREEMPTION_AS_FAILURE": "1",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a worker removes what Tune made for it to stand in
     "RAY_task_events_report_interval_ms": "0",  # which Ray's GCS would keep for a dashboard
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",

@@ -114,6 +114,7 @@ class RayCluster:
                 env={
                     **os.environ,
                     **self.environment,
+                    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "5",  # in place of 30 s
                     "RAY_USAGE_STATS_ENABLED": "0",
                     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
                     "FRATERNAL_NODE_DIR": str(folder / "fraternal"),

@@ -1,7 +1,7 @@
 """Sweeps on a Ray cluster of several nodes, which leave and join. Real raylets, on one machine."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from service.launcher import MARK, marked_processes
-from tests.clusters import RayCluster, ray_cluster
+from tests.clusters import RayCluster, RayNode, ray_cluster
 from tests.service_process import (
     ServiceProcess,
     running_service,
@@ -83,8 +83,9 @@ def test_who_has_priority_gets_the_cluster_and_gives_it_back_and_no_epoch_is_los
     assert_whole(service, first, trials=2)
 
 
-def test_a_node_that_is_killed_costs_no_trial_and_one_that_joins_is_used(
-    cluster: RayCluster, service: ServiceProcess, corpus: Path
+@pytest.mark.parametrize("leave", [RayNode.kill, RayNode.stop])
+def test_a_node_that_leaves_costs_no_trial_and_one_that_joins_is_used(
+    cluster: RayCluster, service: ServiceProcess, corpus: Path, leave: Callable[[RayNode], None]
 ) -> None:
     lost = cluster.add_node(labels={"zone": "a"})
     cluster.wait_for(nodes=2, cpus=1)
@@ -98,13 +99,15 @@ def test_a_node_that_is_killed_costs_no_trial_and_one_that_joins_is_used(
         lambda: any(map(joined.runs, workers_of(sweep))), "the node that has joined is used", service.describe
     )
     assert all(lost.runs(worker) or joined.runs(worker) for worker in workers_of(sweep))
-    lost.kill()
+    leave(lost)
     sweep_ended = service.wait_for_end(sweep)
     assert_whole(service, sweep, trials=3)
+    assert sweep_ended["driver_generation"] == 1
     assert sweep_ended["best"]["verification"]["outcome"] == "verified"
-    twin = service.submit({**spec, "resources": {}})
-    service.wait_for_end(twin)
-    assert service.checkpoints(sweep) == service.checkpoints(twin)
+    if leave is RayNode.kill:
+        twin = service.submit({**spec, "resources": {}})
+        service.wait_for_end(twin)
+        assert service.checkpoints(sweep) == service.checkpoints(twin)
 
 
 def test_a_driver_that_is_killed_leaves_no_worker_on_any_node_and_the_head_may_die_too(
