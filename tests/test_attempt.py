@@ -433,7 +433,7 @@ def test_what_breaks_the_gpu_for_this_process_is_left_to_another_process(
 def test_model_too_large_for_the_machine_is_out_of_memory(
     task: Task, store: CheckpointStore, tmp_path: Path
 ) -> None:
-    model = replace(task.config.model, embedding_size=10**13)
+    model = replace(task.config.model, embedding_size=2**31 - 1)
     (only,) = epochs_of(replace(task, config=replace(task.config, model=model)), store, tmp_path)
     assert only.failure is not None
     assert only.failure.failure_class == "out_of_memory"
