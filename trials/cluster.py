@@ -150,7 +150,8 @@ class OnANode:
             done: Verification = ray.get(waiting, timeout=2 * check.timeout_s)
             return done
         except Exception as error:  # no node, none in time, or it is lost
-            ray.cancel(waiting, force=True)
+            with suppress(Exception):  # Ray is away, too
+                ray.cancel(waiting, force=True)
             words = f"no node has evaluated it: {type(error).__name__}: {error}"
             seconds = time.monotonic() - began
             return Verification("impossible", check.checkpoint_sha256, seconds=seconds, message=words)
