@@ -195,7 +195,10 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         _become_a_node(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])
     else:
-        found = list_nodes(sys.argv[1])
+        try:
+            found = list_nodes(sys.argv[1])
+        except ClusterAway as error:
+            sys.exit(f"ClusterAway: {error}")  # whoever asked reads what follows
         print(
             json.dumps(
                 [{"cpus": node.cpus, "gpus": node.gpus, "labels": dict(node.labels)} for node in found]

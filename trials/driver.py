@@ -42,6 +42,8 @@ EXIT_FENCED = 0
 STORES_SECRETS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"}
 EXIT_RAY_DIED = 75  # EX_TEMPFAIL: start another driver
 EXIT_UNSETTLED = EXIT_RAY_DIED
+WHOLE_RAY = ("raylet", "gcs_server")
+"""Processes without which a Ray of our own is none."""
 MOST_WORKERS = 10_000
 """Of one sweep, at once: more than there will be machines."""
 
@@ -80,9 +82,10 @@ def drive(
     )
     pause = PauseSwitch(store, ledger.sweep_id, name)
     fresh = InFreshProcess(store_url, data_dir, corpora)
-    verifier = Verifier(ledger, fresh, fresh.prepare)
     if in_cluster:
         verifier = Verifier(ledger, cluster.OnANode(store_url, spec.resources))
+    else:
+        verifier = Verifier(ledger, fresh, fresh.prepare)
     watch = _Watch(ledger, journal, search, pause, verifier, end, in_cluster=in_cluster)
     watch.start()
     try:
@@ -93,7 +96,7 @@ def drive(
                 start_ray(scratch)
             else:
                 store.announce(ledger.sweep_id, name)
-                _join_patiently(ray_address, scratch, ledger, watch)
+                _join_patiently(ray_address, scratch, ledger)
         if not ledger.exhausted:
             watch.ray_is_up.set()
             if not (in_cluster and spec.resources.gpus):  # whose share of a GPU would have to be waited for
@@ -128,7 +131,7 @@ class PauseSwitch:
         self._is_on = on
 
 
-def _join_patiently(address: str, scratch: Path, ledger: StudyLedger, watch: "_Watch") -> None:
+def _join_patiently(address: str, scratch: Path, ledger: StudyLedger) -> None:
     """Wait for the cluster as long as there is something to run."""
     pauses = itertools.chain((0.5, 1.0, 2.0, 4.0), itertools.repeat(8.0))
     while not ledger.exhausted:
@@ -204,7 +207,7 @@ def start_ray(scratch: Path) -> None:
         num_cpus=usable_cpus(),
         include_dashboard=False,
         log_to_driver=False,
-        object_store_memory=100 * 2**20,
+        object_store_memory=cluster.OBJECT_STORE_BYTES,
         _temp_dir=str(scratch),
     )
 
@@ -229,7 +232,7 @@ class _Watch(threading.Thread):
         in_cluster: bool = False,
     ) -> None:
         super().__init__(name="watch", daemon=True)
-        self._own = ("raylet",) if in_cluster else ("raylet", "gcs_server")
+        self._own = ("raylet",) if in_cluster else WHOLE_RAY
         """Of Ray's processes, those that are children of this one, or theirs."""
         self._ledger, self._journal, self._search = ledger, journal, search
         self._pause, self._verifier, self._write_down = pause, verifier, write_down
@@ -312,7 +315,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _ray_has_died(is_up: bool, own: Sequence[str] = ("raylet", "gcs_server")) -> bool:
+def _ray_has_died(is_up: bool, own: Sequence[str] = WHOLE_RAY) -> bool:
     """Whether one of its processes has; before it is up, they need not have been started yet."""
     found = dict(filter(None, map(_name_and_status, psutil.Process().children(recursive=True))))
     ours = [found.get(name) for name in own]
