@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from service.errors import Problem
 from service.launcher import Capacity
 from trials.corpora import FILES, CorpusSpec, PathCorpus
-from trials.memory import amount, peak_bytes
+from trials.memory import amount, bytes_on
 from trials.plan import MOST_PLANNED, Planned, plan
 from trials.spec import SweepSpec, TrialConfig
 
@@ -83,9 +83,13 @@ def _largest(spec: SweepSpec) -> list[TrialConfig] | None:
 def _fits(
     spec: SweepSpec, largest: Sequence[TrialConfig], capacity: Capacity, types: int, disk: "Disk"
 ) -> bool:
-    peak = max(peak_bytes(config, types) for config in largest)
+    device = device_of(spec)
+    peak = max(bytes_on(device, config, types) for config in largest)
     at_once = slots(spec, capacity)
-    in_memory = bool(spec.resources.gpus) or peak * at_once <= capacity.memory_bytes
+    if spec.resources.gpus:
+        in_memory = capacity.gpu_bytes is None or peak <= spec.resources.gpus * capacity.gpu_bytes
+    else:
+        in_memory = peak * at_once <= capacity.memory_bytes
     kept = spec.budget.trials * max(best_bytes(config, types) for config in largest)
     saved = at_once * max(best_bytes(config, types) + 2 * last_bytes(config, types) for config in largest)
     return in_memory and kept + saved <= disk.room
@@ -94,13 +98,20 @@ def _fits(
 def memory_problems(
     spec: SweepSpec, planned: Sequence[Planned], capacity: Capacity, vocabulary_size: int
 ) -> list[Problem]:
-    """Where one of these trials alone, or those that run at once, do not fit the machine; none of a GPU's."""
-    if spec.resources.gpus or not planned:
+    """Where one of these trials alone does not fit its part of a GPU, or the machine, or those that run at
+    once do not."""
+    if not planned:
         return []
-    peaks = [peak_bytes(trial.config, vocabulary_size) for trial in planned]
+    peaks = [bytes_on(device_of(spec), trial.config, vocabulary_size) for trial in planned]
     worst = max(range(len(planned)), key=peaks.__getitem__)
-    if peaks[worst] > capacity.memory_bytes:
-        return [too_large(spec, planned[worst], peaks[worst], capacity.memory_bytes, vocabulary_size)]
+    share = spec.resources.gpus or 1.0
+    one_has = capacity.gpu_bytes if spec.resources.gpus else capacity.memory_bytes
+    if one_has is None:
+        return []
+    if peaks[worst] > share * one_has:
+        return [_too_large(spec, planned[worst], peaks[worst], share * one_has, vocabulary_size, share)]
+    if spec.resources.gpus:  # each has its own part
+        return []
     at_once = slots(spec, capacity)
     sums = [0, *accumulate(peaks)]
 
@@ -137,8 +148,13 @@ def is_long_enough(train_tokens: int, batch_size: int) -> bool:
     return train_tokens // batch_size >= 2
 
 
-def too_large(
-    spec: SweepSpec, trial: Planned, peak: float, there: float, vocabulary_size: int, share: float = 1.0
+def device_of(spec: SweepSpec) -> str:
+    """torch's name for what its trials run on."""
+    return "cuda" if spec.resources.gpus else "cpu"
+
+
+def _too_large(
+    spec: SweepSpec, trial: Planned, peak: float, there: float, vocabulary_size: int, share: float
 ) -> Problem:
     part = "in all" if share == 1 else f"for a share of {share:g}"
     more = "" if share == 1 else ", or raise resources.gpus"
@@ -152,7 +168,7 @@ def too_large(
 def _blamed(spec: SweepSpec, trial: Planned, there: float, vocabulary_size: int) -> str:
     """The place of what makes it so large: the model, where that is too large for any window."""
     least = replace(trial.config, training=replace(trial.config.training, batch_size=1, bptt=5))
-    of_model = peak_bytes(least, vocabulary_size) > there
+    of_model = bytes_on(device_of(spec), least, vocabulary_size) > there
     names = ("hidden_size", "embedding_size", "layers") if of_model else ("batch_size", "bptt")
     for name in names:
         if name in spec.arms[trial.arm]:

@@ -20,13 +20,13 @@ from service.fitting import (
     checkpoints_bytes,
     corpus_stamp,
     database_bytes,
+    device_of,
     disk_of,
     disk_problems,
     is_long_enough,
     memory_problems,
     slots,
     text_problems,
-    too_large,
 )
 from service.forecast_schemas import (
     ArmForecast,
@@ -42,7 +42,7 @@ from service.launcher import Capacity, ProbeFailed, TextUnusable
 from service.sweeps import SweepController
 from service.turns import Turns
 from trials.forecast import Band, Load, Overheads, Simulated, epoch_band, simulate
-from trials.memory import peak_bytes
+from trials.memory import bytes_on
 from trials.plan import Planned, plan
 from trials.rows import Remembered
 from trials.spec import SweepSpec
@@ -165,7 +165,6 @@ class Forecasts:
             problems = [
                 *text_problems(spec, probe.train_tokens),
                 *memory_problems(spec, planned, capacity, probe.vocabulary_size),
-                *_too_large_for_a_gpu(spec, planned, probe),
                 *disk_problems(spec, planned, probe.vocabulary_size, disk),
             ]
             if problems:
@@ -184,9 +183,10 @@ class Forecasts:
         seconds = [None if time is None else slowdown * time.seconds for time in times]
         at_once = slots(spec, capacity)
         hours = spec.resources.gpus or max(1, int(spec.resources.cpus))
-        peaks = [None if types is None else peak_bytes(trial.config, types) for trial in planned]
+        device = device_of(spec)
+        peaks = [None if types is None else bytes_on(device, trial.config, types) for trial in planned]
         largest = max((peak for peak in peaks if peak is not None), default=None)
-        available = probe.memory_bytes if spec.resources.gpus and probe else capacity.memory_bytes
+        available = capacity.gpu_bytes if spec.resources.gpus else capacity.memory_bytes
         memory = MemoryForecast(
             per_trial_bytes=largest,
             at_once=at_once,
@@ -258,7 +258,7 @@ def _planned(spec: SweepSpec, capacity: Capacity) -> tuple[list[Planned], ProbeO
     planned = plan(spec)
     return planned, ProbeOrder(
         corpus=spec.corpus,
-        device="cuda" if spec.resources.gpus else "cpu",
+        device=device_of(spec),
         threads=max(1, int(spec.resources.cpus)),
         processes=slots(spec, capacity),
         gpu_share=spec.resources.gpus or 1.0,
@@ -308,16 +308,6 @@ def _load(trial: Planned, time: EpochTime | None) -> Load:
 
 def _has_text(trial: Planned, probe: Probe) -> bool:
     return is_long_enough(probe.train_tokens, trial.config.training.batch_size)
-
-
-def _too_large_for_a_gpu(spec: SweepSpec, planned: Sequence[Planned], probe: Probe) -> list[Problem]:
-    if not spec.resources.gpus or probe.memory_bytes is None:
-        return []
-    share = spec.resources.gpus
-    there, types = share * probe.memory_bytes, probe.vocabulary_size
-    worst = max(planned, key=lambda trial: peak_bytes(trial.config, types))
-    peak = peak_bytes(worst.config, types)
-    return [too_large(spec, worst, peak, there, types, share)] if peak > there else []
 
 
 def _of_arm(

@@ -17,9 +17,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import version
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +29,7 @@ from sqlalchemy.engine import make_url
 from service.errors import ClusterAway
 from service.settings import Settings
 from trials.cpus import usable_cpus
+from trials.gpus import VISIBLE, Gpu, visible_gpus
 from trials.memory import total_bytes
 from trials.shares import Node, room_on
 from trials.spec import Resources
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 CLUSTER_S, CLUSTER_KNOWN_S = 30.0, 30.0
 """For a Ray cluster to say what it has, and how long that is taken to be so."""
+GPUS_KNOWN_S = 30.0
+"""How long it is taken to be so that this machine has the GPUs that it has."""
 PROBE_S = 180.0
 """For a probe, with all that it loads, and a corpus that is downloaded first."""
 OWN_RAY = {
@@ -96,6 +98,8 @@ class Capacity:
     """Whether they compute in bfloat16, as models.precision finds it."""
     memory_bytes: float = math.inf
     """Of the machine, or of the control group that this process is in; not of its GPUs."""
+    gpu_bytes: float | None = None
+    """Of the memory of the GPU that has the least; None where that is not known."""
     grows: bool = False
     """Whether machines may come that have more than is said here."""
     nodes: tuple[Node, ...] = ()
@@ -109,11 +113,13 @@ class Capacity:
 
 def local_capacity() -> Capacity:
     """Of this machine, as far as this process may use it and torch can."""
+    gpus = _gpus()
     return Capacity(
         cpus=usable_cpus(),
-        gpus=len(_visible_gpus()),
+        gpus=len(gpus),
         cpus_have_bf16=_cpus_have_bf16(),
         memory_bytes=total_bytes("cpu"),
+        gpu_bytes=min((gpu.memory_bytes for gpu in gpus), default=None),
     )
 
 
@@ -429,19 +435,14 @@ def _torch_version() -> str:
     return version("torch")
 
 
-def _visible_gpus() -> list[str]:
-    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, by their driver's files: torch is not loaded here.
-
-    None where torch is built for CPUs alone.
-    """
+def _gpus() -> tuple[Gpu, ...]:
+    """Those that torch may use; it is not loaded here. None where it is built for CPUs alone."""
     if _torch_version().endswith("+cpu"):
-        return []
-    try:
-        present = sorted(os.listdir("/proc/driver/nvidia/gpus"))
-    except FileNotFoundError:
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    listed = [part.strip() for part in visible.split(",")]
-    return present[: len(list(takewhile(lambda part: part not in {"", "-1"}, listed)))]
+        return ()
+    return _known_gpus(os.environ.get(VISIBLE), int(time.monotonic() / GPUS_KNOWN_S))
+
+
+@lru_cache(maxsize=1)
+def _known_gpus(visible: str | None, period: int) -> tuple[Gpu, ...]:
+    """Their driver may take a second to wake."""
+    return visible_gpus()

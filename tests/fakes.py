@@ -281,7 +281,6 @@ def probe_of(order: ProbeOrder, seconds: float = 1e-12, **changes: Any) -> Probe
         start_s=4.0,
         took_s=0.0,
         share=1.0,
-        memory_bytes=None,
         timed=tuple(
             Timed(point, (seconds * operations(point, 1_000),), 1e-6, 0.01, 0.01) for point in order.points
         ),

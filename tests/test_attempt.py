@@ -1,7 +1,9 @@
 """The laws of an attempt: whatever cuts it short, the next one ends in the same bytes."""
 
+import gc
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,11 +22,13 @@ import trials.attempt
 from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
+from tests.nvml import Card, Nvml, installed
 from tests.service_process import write_corpus
-from trials.attempt import ALIVE, Timer, run_attempt
+from trials.attempt import ALIVE, Timer, describe_runtime, run_attempt, wait_for_room
 from trials.checkpoints import read_best, unpack_state
 from trials.corpora import SPLITS, PathCorpus, Split, load_corpus
 from trials.evaluation import evaluate
+from trials.memory import NotEnoughMemory
 from trials.spec import TrainingConfig, TrialConfig
 from trials.store import CheckpointStore
 from trials.tasks import Report, Task
@@ -114,6 +118,61 @@ def test_every_report_says_what_it_was_computed_on(
     assert re.fullmatch(r"cpu: \S.* \(.+\)", report.device)
     assert f"torch {torch.__version__}; threads {torch.get_num_threads()}; " in report.runtime
     assert " MALLOC_TRIM_THRESHOLD_=17" in report.runtime
+
+
+def test_of_a_gpu_a_report_says_the_versions_below_and_which_one_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trials.attempt._gpu_runtime.cache_clear()
+    installed(Nvml(Card("GPU-1"), Card("GPU-2")), monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-2,GPU-1")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91200)
+    for device, uuid in (("cuda", "GPU-2"), ("cuda:1", "GPU-1")):
+        assert describe_runtime(device).endswith(f"; CUDA 13.0; cuDNN 91200; driver 580.65.06; {uuid}")
+    assert "driver" not in describe_runtime("cpu")
+    trials.attempt._gpu_runtime.cache_clear()
+
+
+def test_a_trial_waits_for_a_gpus_memory_and_says_who_keeps_it_where_it_waits_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    free = iter([1 * 2**30, 2 * 2**30, 3 * 2**30])
+    assert list(wait_for_room(3 * 2**30, lambda: next(free), lambda: "", 60)) == [ALIVE, ALIVE]
+    assert list(wait_for_room(3, lambda: 3, lambda: "", 60)) == []
+    full = wait_for_room(3 * 2**30, lambda: 2**29, lambda: " (process 7 has 79.5 GiB)", 0.01)
+    with pytest.raises(NotEnoughMemory) as refused:
+        list(full)
+    assert str(refused.value) == (
+        "this configuration takes up to 3.0 GiB of the GPU's memory, of which only 512 MiB has been free for "
+        "0.01 s (process 7 has 79.5 GiB): end what else uses it, or give each trial more of it by "
+        "resources.gpus"
+    )
+
+
+def test_who_has_a_gpus_memory_is_told_without_oneself(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = {os.getpid(): 2**30, 12: 3 * 2**30, 13: None}
+    installed(Nvml(Card("GPU-1", users=users)), monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    assert trials.attempt._who_has("cuda") == " (process 12 has 3.0 GiB, process 13)"
+    assert trials.attempt._who_has("cuda:1") == ""
+
+
+def test_an_attempt_that_has_ended_keeps_no_tensor(
+    task: Task, store: CheckpointStore, tmp_path: Path
+) -> None:
+    """On a GPU it would be in the way of the next trial."""
+    gc.collect()
+    before = {id(each) for each in _tensors()}
+    for reports in (1, EPOCHS):
+        kill_after(task, store, tmp_path, reports)
+        gc.collect()  # as the worker does: a first import from within the optimizer leaves cycles
+        assert [each.shape for each in _tensors() if id(each) not in before] == []
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
 
 
 def test_last_report_says_it_is_the_last_and_what_was_best(

@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from optuna.storages import InMemoryStorage
 
 import trials.driver
-from models.precision import UnsupportedPrecision
 from service.database import migrate, open_engine
 from service.drive import main
 from service.launcher import DRIVER_ENVIRONMENT, OWN_RAY, findable
@@ -24,11 +24,12 @@ from service.records import Records
 from service.settings import Settings
 from service.studies import open_storage
 from tests.fakes import MemoryJournal, open_ledger, report, spec, verified
+from tests.nvml import Card, Nvml, installed
 from trials.cpus import usable_cpus
-from trials.driver import EXIT_UNSETTLED, PauseSwitch, _ray_has_died, _Watch, drive, require_gpu
+from trials.driver import EXIT_UNSETTLED, PauseSwitch, _ray_has_died, _Watch, drive, place_of
 from trials.ledger import JournalAway, Orders, StudyLedger
 from trials.search import StudySearch
-from trials.spec import SweepSpec
+from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import open_study
 from trials.verification import Check, InFreshProcess, Verification, Verifier
@@ -105,34 +106,35 @@ def test_the_lease_is_renewed_while_torch_looks_for_a_gpu(
                 beaten.set()
             return super().beat()
 
-    def looking(spec: SweepSpec) -> None:
+    def looking(spec: SweepSpec) -> NoReturn:
         assert beaten.wait(10)
         raise RuntimeError("no GPU after all")
 
     monkeypatch.setattr(trials.driver, "BEAT_S", 0.01)
-    monkeypatch.setattr(trials.driver, "require_gpu", looking)
+    monkeypatch.setattr(trials.driver, "require_gpus", looking)
     asked = spec(resources={"gpus": 1})
     ledger = open_ledger(asked, InMemoryStorage(), Journal())
     with pytest.raises(RuntimeError, match="no GPU after all"):
         drive(ledger, Journal(), asked, store_url="memory://", data_dir=tmp_path, scratch=tmp_path, end=never)
 
 
-def test_a_precision_that_the_gpu_has_not_is_said_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older card")
-    asked = spec(resources={"gpus": 1}, arms={"a": {"precision": "bf16"}, "b": {}})
-    with pytest.raises(UnsupportedPrecision, match="an older card"):
-        require_gpu(asked)
-    require_gpu(spec(resources={"gpus": 1}))
-
-
+@pytest.mark.parametrize(
+    ("nvml", "words"),
+    [
+        (Nvml(Card("GPU-1"), Card("GPU-2")), r"finds no CUDA device: .* resources\.gpus 0"),
+        (Nvml(), r"NVIDIA's driver shows no GPU here: .* resources\.gpus 0"),
+    ],
+)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_a_gpu_that_torch_cannot_use_is_said_before_any_trial(tmp_path: Path) -> None:
+def test_a_gpu_that_torch_cannot_use_is_said_before_any_trial(
+    nvml: Nvml, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(nvml, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     asked = spec(resources={"gpus": 0.5})
     journal = MemoryJournal()
     ledger = open_ledger(asked, InMemoryStorage(), journal)
-    with pytest.raises(RuntimeError, match=r"finds no CUDA device: .* resources\.gpus 0"):
+    with pytest.raises(RuntimeError, match=words):
         drive(
             ledger,
             MemoryJournal(),
@@ -145,6 +147,52 @@ def test_a_gpu_that_torch_cannot_use_is_said_before_any_trial(tmp_path: Path) ->
     task = ledger.next_task()
     assert task is not None
     assert (task.device, task.gpu_share) == ("cuda", 0.5)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("GPU-2,GPU-1" if nvml.cards else "1,0")
+
+
+def test_a_trial_asks_for_its_own_part_of_a_gpu() -> None:
+    ledger = open_ledger(spec(resources={"cpus": 2, "gpus": 0.25}), InMemoryStorage(), MemoryJournal())
+    task = ledger.next_task()
+    assert task is not None
+    resources = Resources(cpus=2, gpus=0.25, labels={"zone": "in(a, b)"})
+    larger = replace(task, gpu_share=0.5)
+    asked = [place_of(resources, {"task": each}) for each in (task, larger, replace(larger, number=9))]
+    assert [place.bundles for place in asked] == [[{"CPU": 2, "GPU": share}] for share in (0.25, 0.5, 0.5)]
+    assert asked[0]._kwargs["bundle_label_selector"] == [{"zone": "in(a,b)"}]
+    assert asked[0] != asked[1] == asked[2], "workers are Tune's to use again where this is equal"
+    assert place_of(Resources(cpus=2), {"task": task}).bundles == [{"CPU": 2}]
+
+
+GPUS_OF_RAY = """
+import os, sys
+from pathlib import Path
+import ray
+from trials.driver import start_ray
+from trials.gpus import Gpu
+uuids = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+start_ray(Path(sys.argv[1]), [Gpu(uuid, "a card", 2**34) for uuid in uuids])
+
+@ray.remote(num_cpus=0.1)
+class Worker:
+    def gpu(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+workers = [Worker.options(num_gpus=share).remote() for share in (1, 0.5, 0.5)]
+print(*ray.get([worker.gpu.remote() for worker in workers]))
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_knows_its_gpu_or_the_part_that_mig_has_made_by_its_identity() -> None:
+    uuids = "MIG-7c1d-11e4,GPU-2b"
+    with tempfile.TemporaryDirectory(prefix="ray-") as scratch:  # Ray's sockets want a short path
+        command = [sys.executable, "-c", GPUS_OF_RAY, scratch]
+        env = {**os.environ, **DRIVER_ENVIRONMENT, **OWN_RAY, "RAY_AUTH_TOKEN": "0" * 64}
+        env["CUDA_VISIBLE_DEVICES"] = uuids
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    whole, *halves = done.stdout.split()
+    assert {whole, *halves} == set(uuids.split(",")), done.stderr
+    assert len(set(halves)) == 1
 
 
 def test_a_driver_that_finds_all_trials_ended_and_none_verified_verifies_before_it_ends(

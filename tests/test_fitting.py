@@ -1,6 +1,7 @@
 """What cannot fit is refused, with the place of what makes it so; what can is not."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from service.launcher import Capacity
 from tests.fakes import spec
 from trials.checkpoints import BestCheckpoint, pack_state
 from trials.corpora import PathCorpus, Vocabulary
-from trials.memory import peak_bytes
+from trials.memory import GPU_CONTEXT, bytes_on, peak_bytes
 from trials.plan import plan
 from trials.spec import SweepSpec
 from trials.store import CheckpointStore
@@ -100,8 +101,21 @@ def test_trials_at_once_that_do_not_fit_together_are_refused_with_how_many_do() 
 
 def test_a_gpus_memory_is_not_the_machines() -> None:
     asked = spec(space={}, resources={"gpus": 0.5}, model={"hidden_size": 100_000})
-    assert certain(asked, machine(gpus=1)) == []
+    assert certain(asked, machine(gpus=1)) == [], "of a cluster's GPUs it is not known"
     assert slots(asked, machine(gpus=2, cpus=16)) == 4
+
+
+@pytest.mark.parametrize("searched", [{}, {"lr": {"type": "choice", "values": [1.0, 2.0]}}])
+def test_a_trial_has_room_in_its_part_of_a_gpu_beside_what_cuda_takes(searched: dict[str, Any]) -> None:
+    asked = spec(space=searched, resources={"gpus": 0.25}, model={"hidden_size": 1150})
+    needed = max(bytes_on("cuda", trial.config, 10_000) for trial in plan(asked))
+    assert needed - GPU_CONTEXT == max(peak_bytes(trial.config, 10_000) for trial in plan(asked))
+    fits = replace(machine(gib=0.1, cpus=16, gpus=1), gpu_bytes=4.0 * needed)
+    assert certain(asked, fits, types=10_000) == []
+    (problem,) = certain(asked, replace(fits, gpu_bytes=4.0 * needed - 4), types=10_000)
+    assert (problem.code, problem.pointer) == ("too_little_memory", "/model/hidden_size")
+    assert "for a share of 0.25: lower batch_size" in problem.message
+    assert problem.message.endswith("or raise resources.gpus")
 
 
 def test_more_types_than_the_fewest_are_refused_once_they_are_known() -> None:

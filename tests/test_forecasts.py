@@ -273,14 +273,14 @@ def test_a_vocabulary_once_known_refuses_submissions_too(
     controller.checked(spec_of(corpus={"name": "sotu", "train_tokens": 5_000}))  # another text
 
 
-def test_a_gpus_memory_is_asked_of_the_probe(controller: SweepController, prober: Prober) -> None:
-    prober._capacity = Capacity(2, 1)
+def test_a_trial_has_its_part_of_a_gpus_memory(controller: SweepController, prober: Prober) -> None:
+    prober._capacity = Capacity(2, 1, gpu_bytes=2.0**28)
     prober.may_answer.set()
-    prober.given = {"memory_bytes": 2.0**28, "device": "cuda: a card"}
+    prober.given = {"device": "cuda: a card"}
     with pytest.raises(InvalidSpec) as refused:
         foreseen(controller, resources={"gpus": 0.5})
     assert "for a share of 0.5" in refused.value.problems[0].message
-    prober.given["memory_bytes"] = 2.0**34
+    prober._capacity = Capacity(2, 1, gpu_bytes=2.0**34)
     found = foreseen(controller, resources={"gpus": 0.5}, corpus={"name": "sotu", "train_tokens": 9_000})
     assert (found.device, found.memory.at_once, found.memory.available_bytes) == ("gpus", 2, 2**34)
     assert prober.probed[-1].device == "cuda"

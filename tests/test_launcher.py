@@ -30,6 +30,7 @@ from service.launcher import (
     scratch_of,
 )
 from service.settings import Settings
+from tests.nvml import Card, Nvml, installed
 from trials.shares import Node
 from trials.store import CheckpointStore
 
@@ -330,16 +331,17 @@ def test_capacity_is_what_this_process_may_use(
     launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5})
-    monkeypatch.setattr(os, "listdir", lambda path: ["0000:01:00.0", "0000:02:00.0"])
+    installed(Nvml(Card("GPU-1", gib=80), Card("GPU-2", parts=[Card("MIG-3", gib=10)])), monkeypatch)
+    service.launcher._known_gpus.cache_clear()
     monkeypatch.setattr(service.launcher, "_torch_version", lambda: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert (launcher.capacity().cpus, launcher.capacity().gpus) == (2, 2)
-    for visible, gpus in (("", 0), ("1", 1), ("0,1", 2), ("-1", 0), ("1,-1,0", 1)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert launcher.capacity().gpus == gpus
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    there = launcher.capacity()
+    assert (there.cpus, there.gpus, there.gpu_bytes) == (2, 2, 10 * 2**30)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,-1")
+    assert (launcher.capacity().gpus, launcher.capacity().gpu_bytes) == (1, 80 * 2**30)
     monkeypatch.setattr(service.launcher, "_torch_version", lambda: "2.13.0+cpu")
-    assert launcher.capacity().gpus == 0
+    assert (launcher.capacity().gpus, launcher.capacity().gpu_bytes) == (0, None)
+    service.launcher._known_gpus.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from tests.fakes import (
 )
 from trials.ledger import DATABASE_PATIENCE_S, Fenced, JournalAway, StudyLedger, perplexity
 from trials.pruners import MOST_INTERMEDIATE_VALUES, intermediate_epochs, rung_epochs
+from trials.shares import Node
 from trials.spec import Budget, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import (
@@ -289,6 +290,80 @@ def test_trial_that_reports_trouble_around_it_is_tried_again() -> None:
     drive(ledger)
     assert states(storage) == [TrialState.COMPLETE]
     assert rows(storage)[0].user_attrs["attempt"] == 2
+
+
+PACKED = {"resources": {"gpus": 0.25}, "budget": {"trials": 3}}
+
+
+def test_trial_too_large_for_its_part_of_a_gpu_is_tried_again_once_with_two(storage: BaseStorage) -> None:
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(**PACKED), storage, journal)
+    given: list[tuple[int, int, float]] = []
+
+    def work(task: Task) -> Iterator[Report]:
+        given.append((task.number, task.attempt, task.gpu_share))
+        full = failed("out_of_memory", "CUDA out of memory")
+        # The first fits the second time, the second never does.
+        return iter([full]) if task.number == 1 or given[-1][:2] == (0, 1) else reports(task)
+
+    drive(ledger, work)
+    assert given == [(0, 1, 0.25), (0, 2, 0.5), (1, 1, 0.25), (1, 2, 0.5), (2, 1, 0.25)]
+    assert states(storage) == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
+    assert rows(storage)[1].user_attrs["failure_class"] == "out_of_memory"
+    lost = [told for kind, told in journal.events if kind == "trial_lost"]
+    words = "CUDA out of memory; it is tried again with 0.5 of a GPU"
+    assert [(told["number"], told["message"]) for told in lost] == [(0, words), (1, words)]
+
+
+@pytest.mark.parametrize("resources", [{"gpus": 1}, {"gpus": 0}])
+def test_trial_that_has_all_there_is_is_not_tried_again(
+    resources: dict[str, Any], storage: BaseStorage
+) -> None:
+    ledger = open_ledger(spec(resources=resources, budget={"trials": 1}), storage, MemoryJournal())
+    drive(ledger, lambda task: iter([failed("out_of_memory")]))
+    assert rows(storage)[0].user_attrs["attempt"] == 1
+
+
+def test_two_parts_of_a_gpu_stay_two_after_a_crash_anywhere() -> None:
+    def work(task: Task) -> Iterator[Report]:
+        return iter([failed("out_of_memory")]) if task.gpu_share < 0.5 else reports(task)
+
+    for writes in itertools.count():
+        crashed, storage, _ = crash_after(writes, spec(**PACKED), work)
+        attempts = [row.user_attrs["attempt"] for row in rows(storage)]
+        assert set(states(storage)) == {TrialState.COMPLETE}
+        assert all(attempt >= 2 for attempt in attempts)
+        if not crashed:
+            break
+        assert sum(attempts) <= 7, "a crash loses one attempt at most"
+
+
+def test_larger_trials_count_for_what_they_take() -> None:
+    ledger = open_ledger(spec(resources={"gpus": 0.25}), InMemoryStorage(), MemoryJournal())
+    ledger.share([Node(8, 1)])
+    first, second = (taken(ledger) for _ in range(2))
+    ledger.record(first, failed("out_of_memory"))
+    assert (taken(ledger).number, ledger.is_full) == (first.number, False)
+    third = taken(ledger)
+    assert ledger.is_full, "2 + 1 + 1 quarters"
+    ledger.record(third, failed("out_of_memory"))
+    assert ledger.is_full, "which two quarters are not free for"
+    [ledger.record(second, said) for said in reports(second)]
+    assert taken(ledger).number == third.number
+
+
+def test_a_larger_trial_begins_also_where_less_is_ones_share() -> None:
+    ledger = open_ledger(spec(resources={"gpus": 0.5}), InMemoryStorage(), MemoryJournal())
+    ledger.share([Node(1, 1)])
+    ledger.record(taken(ledger), failed("out_of_memory"))
+    assert taken(ledger).gpu_share == 1
+    assert ledger.is_full
+
+
+def taken(ledger: StudyLedger) -> Task:
+    task = ledger.next_task()
+    assert task is not None
+    return task
 
 
 @pytest.mark.parametrize("failure_class", ["diverged", "out_of_memory", "user_error"])

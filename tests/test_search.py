@@ -11,7 +11,7 @@ from optuna.storages import InMemoryStorage
 from ray import cloudpickle
 
 import trials.search
-from tests.fakes import MemoryJournal, open_ledger, spec
+from tests.fakes import MemoryJournal, failed, open_ledger, spec
 from trials.ledger import StudyLedger
 from trials.search import LONG_START_S, LedgerScheduler, StudySearch
 
@@ -113,6 +113,20 @@ def test_worker_that_never_comes_to_speak_is_told_of_but_has_time_to_start(
     assert search.end_hung()
     clock.at += 2
     assert not search.end_hung()
+
+
+def test_who_waits_for_a_larger_part_of_a_gpu_does_not_hang(clock: Clock) -> None:
+    ledger = open_ledger(spec(resources={"gpus": 0.5}), InMemoryStorage(), MemoryJournal())
+    search = StudySearch(ledger, {})
+    task = search.suggest("a")["task"]
+    ledger.record(task, failed("out_of_memory"))
+    search.on_trial_complete("a", {"report": failed("out_of_memory")})
+    assert search.suggest("b")["task"].was_enlarged
+    clock.at += 10 * LONG_START_S
+    assert search.end_hung()
+    search.suggest("c")
+    clock.at += 10 * LONG_START_S
+    assert not search.end_hung(), "who asks for what all have"
 
 
 def test_tune_can_pickle_the_searcher_and_the_scheduler_and_learns_nothing(ledger: StudyLedger) -> None:

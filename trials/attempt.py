@@ -21,7 +21,8 @@ from trials.checkpoints import BestCheckpoint, pack_state, unpack_state
 from trials.corpora import Corpus, CorpusError, CorpusSpec, load_corpus
 from trials.encoded import load_encoded, text_digests
 from trials.files import StoreAway, waits
-from trials.memory import require_memory
+from trials.gpus import Gpu, driver_version, users_of, visible_gpus
+from trials.memory import NotEnoughMemory, amount, keep_to_share, peak_bytes, require_memory, room_bytes
 from trials.spec import FailureClass
 from trials.store import CheckpointStore, CorruptCheckpoint
 from trials.tasks import Failure, Report, Task
@@ -46,6 +47,8 @@ LOOK_EVERY_S = 1.0
 """Seconds of training between two looks at whether there is something else to do."""
 SHARE = 40
 """What interrupts training may take at most one part in so many of the time."""
+GPU_PATIENCE_S = 60.0
+"""For the memory of a GPU that another process has: one that ends may take seconds to give its own back."""
 SIGNS_OF_LIFE = 4
 """In the time after which an attempt without one is taken for dead."""
 
@@ -136,6 +139,11 @@ def _train(
             "restore it, or submit a new sweep"
         )
     require_memory(task.config, len(corpus.vocabulary), task.device, task.gpu_share)
+    if task.device.startswith("cuda"):
+        keep_to_share(task.device, task.gpu_share)
+        needed = peak_bytes(task.config, len(corpus.vocabulary))
+        room = partial(room_bytes, task.device)
+        yield from wait_for_room(needed, room, partial(_who_has, task.device), GPU_PATIENCE_S)
     training = Training(
         task.config.model,
         task.config.training,
@@ -177,6 +185,33 @@ def _train(
         else:
             continue
         living.restart()
+
+
+def wait_for_room(
+    needed: float, room: Callable[[], float], who_has: Callable[[], str], patience_s: float
+) -> Generator[Report]:
+    """Until a GPU has so many bytes free for this process. Raises NotEnoughMemory where it stays full."""
+    gives_up_at = time.monotonic() + patience_s
+    while (there := room()) < needed:
+        if time.monotonic() > gives_up_at:
+            raise NotEnoughMemory(
+                f"this configuration takes up to {amount(needed)} of the GPU's memory, of which only "
+                f"{amount(there)} has been free for {patience_s:g} s{who_has()}: end what else uses it, or "
+                "give each trial more of it by resources.gpus"
+            )
+        yield ALIVE
+        time.sleep(min(1.0, patience_s / 10))
+
+
+def _who_has(device: str) -> str:
+    """Of a GPU's memory, as far as this can be seen."""
+    gpu = _gpu_of(device)
+    others = [use for use in users_of(gpu.uuid) if use.pid != os.getpid()] if gpu is not None else []
+    said = [
+        f"process {use.pid}" + (f" has {amount(use.memory_bytes)}" if use.memory_bytes else "")
+        for use in others
+    ]
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _patiently(ask: Callable[[], T], living: Timer) -> Generator[Report, None, T]:
@@ -248,7 +283,7 @@ def _report(
         best_valid_loss=best.valid_loss,
         checkpoint_sha256=(best_sha256 or _best_sha256(store, task)) if best.epoch == result.epoch else None,
         device=describe_device(task.device),
-        runtime=describe_runtime(),
+        runtime=describe_runtime(task.device),
         corpus_sha256={str(split): digest for split, digest in corpus.sha256.items()},
     )
 
@@ -269,8 +304,8 @@ def describe_device(device: str) -> str:
     return f"{device}: {name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def describe_runtime() -> str:
-    """What else numbers and speed depend on: versions, threads, and the allocator with its settings."""
+def describe_runtime(device: str) -> str:
+    """What else numbers and speed depend on: versions, threads, the allocator with its settings, the GPU."""
     tuned = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
@@ -286,8 +321,27 @@ def describe_runtime() -> str:
             f"threads {torch.get_num_threads()}",
             allocator,
             *(f"preloaded {name}" for name in preloaded),
+            *(_gpu_runtime(device) if device.startswith("cuda") else []),
         ]
     )
+
+
+@lru_cache
+def _gpu_runtime(device: str) -> list[str]:
+    gpu = _gpu_of(device)
+    return [
+        f"CUDA {torch.version.cuda}",
+        f"cuDNN {torch.backends.cudnn.version()}",  # type: ignore[no-untyped-call]  # torch's
+        f"driver {driver_version() or 'unknown'}",
+        *([gpu.uuid] if gpu is not None else []),
+    ]
+
+
+def _gpu_of(device: str) -> Gpu | None:
+    """The driver's name for a device of torch's; None where it has none."""
+    gpus = visible_gpus()
+    number = torch.device(device).index or 0
+    return gpus[number] if number < len(gpus) else None
 
 
 ALIVE = Report(epoch=None)

@@ -1,6 +1,6 @@
 """One process per running sweep: runs the ledger's tasks with Ray Tune. The only file that knows Tuner.
 
-It loads no torch, unless a GPU is asked for: a sweep's first epoch waits for the workers to load it, already.
+It loads no torch: a sweep's first epoch waits for the workers to load it, already.
 
 Crash-only: nothing here needs to happen before the process dies. A new driver finds all it needs in the study
 and in the checkpoint store; whatever this one leaves in Tune's folder is never read.
@@ -10,12 +10,15 @@ import itertools
 import logging
 import os
 import secrets
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import psutil
 import ray
@@ -23,9 +26,9 @@ from ray import tune
 from ray.tune import CheckpointConfig, FailureConfig, PlacementGroupFactory, RunConfig, TuneConfig, Tuner
 from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
 
-from models.config import Precision
 from trials import cluster
 from trials.cpus import usable_cpus
+from trials.gpus import VISIBLE, Gpu, visible_gpus
 from trials.ledger import Fenced, Journal, StudyLedger
 from trials.search import LedgerScheduler, NoProgress, StudySearch, end_here
 from trials.shares import as_ray_reads
@@ -62,8 +65,8 @@ def drive(
     """Run the ledger's tasks until none is left, or the sweep is paused or at a limit; then call `end`.
 
     `end` writes down how the sweep stands; `scratch` may be deleted afterwards. The trials run on the nodes
-    of the Ray cluster at `ray_address`, which is waited for, or else on this machine. Raises RuntimeError,
-    or UnsupportedPrecision, where this machine's GPUs are not what the sweep asks for.
+    of the Ray cluster at `ray_address`, which is waited for, or else on this machine. Raises RuntimeError
+    where this machine's GPUs are not what the sweep asks for.
     """
     name = f"{os.getpid()}-{secrets.token_hex(4)}"
     corpora = scratch / "corpora"
@@ -91,9 +94,7 @@ def drive(
     try:
         if not ledger.exhausted:
             if ray_address is None:
-                if spec.resources.gpus:
-                    require_gpu(spec)
-                start_ray(scratch)
+                start_ray(scratch, require_gpus(spec) if spec.resources.gpus else ())
             else:
                 store.announce(ledger.sweep_id, name)
                 _join_patiently(ray_address, scratch, ledger)
@@ -158,11 +159,8 @@ def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch
 
 
 def _tuner(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch: Path, turn: int) -> Tuner:
-    bundle = {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.gpus else {})
-    labels = as_ray_reads(resources.labels)
-    selector: dict[str, Any] = {"bundle_label_selector": [labels]} if labels else {}
     return Tuner(
-        tune.with_resources(LanguageModelTrial, PlacementGroupFactory([bundle], **selector)),
+        tune.with_resources(LanguageModelTrial, partial(place_of, resources)),
         tune_config=TuneConfig(
             num_samples=-1,  # the ledger knows when to end
             # Tune starts as many workers at once; else one after another, and a short trial's end would have
@@ -185,26 +183,45 @@ def _tuner(ledger: StudyLedger, search: StudySearch, resources: Resources, scrat
     )
 
 
-def require_gpu(spec: SweepSpec) -> None:
-    """Ask torch, which takes seconds to load, whether its GPU computes what the sweep wants."""
-    import torch
+def place_of(resources: Resources, config: Mapping[str, Any]) -> PlacementGroupFactory:
+    """What a worker asks Ray for, by what its first task needs; Tune gives it others that need the same."""
+    bundle = {"CPU": resources.cpus} | ({"GPU": config["task"].gpu_share} if resources.gpus else {})
+    labels = as_ray_reads(resources.labels)
+    selector: dict[str, Any] = {"bundle_label_selector": [labels]} if labels else {}
+    return PlacementGroupFactory([bundle], **selector)
 
-    from models.precision import require_precision
 
-    if not torch.cuda.is_available():
+def require_gpus(spec: SweepSpec) -> tuple[Gpu, ...]:
+    """Those of this machine, by which this process and all that it starts know them from now on.
+
+    Asks torch, which takes seconds to load, whether it computes on them as the sweep wants: by a process of
+    its own, since it would keep memory of a GPU. Raises RuntimeError where it does not.
+    """
+    gpus = visible_gpus()
+    if not gpus:
         raise RuntimeError(
-            f"resources.gpus is {spec.resources.gpus:g}, but torch {torch.__version__} finds no CUDA device: "
-            "install its CUDA build and NVIDIA's driver, or submit with resources.gpus 0"
+            f"resources.gpus is {spec.resources.gpus:g}, but NVIDIA's driver shows no GPU here: install it, "
+            f"look at {VISIBLE}, or submit with resources.gpus 0"
         )
-    for _, precision in spec.written("precision"):
-        require_precision(cast("Precision", precision), torch.device("cuda"))
+    # CUDA counts the fastest first, others as they are plugged in, and Ray counts none that MIG has made.
+    os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
+    precisions = sorted({str(precision) for _, precision in spec.written("precision")})
+    command = [sys.executable, "-m", "trials.gpu_check", *precisions]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if asked.returncode != 0:
+        raise RuntimeError(f"resources.gpus is {spec.resources.gpus:g}, but {asked.stderr.strip()}")
+    return gpus
 
 
-def start_ray(scratch: Path) -> None:
-    """Start a small Ray of our own: a bare init would join what others left running."""
+def start_ray(scratch: Path, gpus: Sequence[Gpu] = ()) -> None:
+    """Start a small Ray of our own: a bare init would join what others left running.
+
+    `gpus` are in CUDA_VISIBLE_DEVICES: a worker finds its own there, by its identity.
+    """
     ray.init(
         address="local",
         num_cpus=usable_cpus(),
+        num_gpus=len(gpus),
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=cluster.OBJECT_STORE_BYTES,

@@ -32,6 +32,8 @@ from trials.verification import LEAST_TIMEOUT_S, REFUSED, Check, Outcome, Verifi
 
 log = logging.getLogger(__name__)
 
+ENLARGED = "enlarged"
+"""Attribute of a trial that was too large for its part of a GPU: the attempt from which on it has two."""
 OF_THE_BEST = ("best_epoch", "best_valid_loss", "checkpoint_sha256")
 """Attributes of a trial, named as in a report."""
 DATABASE_PATIENCE_S = 600.0
@@ -181,6 +183,8 @@ class StudyLedger:
         """Of the budget, that the sweep has reached."""
         self._share: int | None = None
         """Of the machines: trials that may run at once; None where nobody has counted them."""
+        self._enlarged: set[int] = set()
+        """Trials that have twice what the others have of a GPU."""
         self._adopt_new_rows()
         self._tell_of_ends()
         self._look_for_limits()
@@ -215,6 +219,8 @@ class StudyLedger:
 
     def _adopt(self, row: FrozenTrial) -> None:
         self._trials[row.number] = Trial(self._study, row._trial_id)
+        if ENLARGED in row.user_attrs:
+            self._enlarged.add(row.number)
         if "failure_class" in row.user_attrs:  # it had ended
             self._tell(self._trials[row.number], TrialState.FAIL)
         else:
@@ -235,13 +241,31 @@ class StudyLedger:
     @property
     def is_full(self) -> bool:
         """Whether as many trials run as may, as of the latest beat and share."""
-        return any(
-            most is not None and self._running >= most for most in (self._share, self._orders.max_concurrent)
-        )
+        if self._orders.max_concurrent is not None and self._running >= self._orders.max_concurrent:
+            return True
+        if self._share is None:
+            return False
+        next_one = self._size(self._waiting[0]) if self._waiting else 1.0
+        # One that takes more than all of the share begins where nothing else runs: Ray finds it a place.
+        return self._taken + next_one > self._share and (self._running > 0 or self._share < 1)
 
     @property
     def _running(self) -> int:
         return len(self._trials) - len(self._waiting)
+
+    @property
+    def _taken(self) -> float:
+        """What of the share the running trials take."""
+        larger = (self._enlarged & self._trials.keys()) - set(self._waiting)
+        return self._running + sum(self._size(number) - 1 for number in larger)
+
+    def _size(self, number: int) -> float:
+        """Of a trial, counted in such as have what the sweep asked for."""
+        return self._gpu_share(number) / (self._spec.resources.gpus or 1.0)
+
+    def _gpu_share(self, number: int) -> float:
+        asked = self._spec.resources.gpus or 1.0
+        return min(1.0, 2 * asked) if number in self._enlarged else asked
 
     @_patient
     def share(self, nodes: Sequence[Node]) -> None:
@@ -360,7 +384,8 @@ class StudyLedger:
             checkpoint_every_s=self._spec.retry.checkpoint_every_s,
             hang_s=self._spec.retry.hang_s,
             corpus_sha256=self._study.user_attrs.get("corpus_sha256"),
-            gpu_share=self._spec.resources.gpus or 1.0,
+            gpu_share=self._gpu_share(trial.number),
+            was_enlarged=trial.number in self._enlarged,
         )
 
     def _with_point(self, trial: Trial) -> Trial:
@@ -407,7 +432,8 @@ class StudyLedger:
             self._park(task)
             return False
         if report.failure is not None:
-            self._fail(trial, report.failure)
+            if not self._has_more_room(trial, task, report.failure):
+                self._fail(trial, report.failure)
             return False
         if report.finished:
             self._tell(trial, TrialState.COMPLETE, perplexity(report.best_valid_loss))
@@ -423,9 +449,26 @@ class StudyLedger:
             return False
         return True
 
+    def _has_more_room(self, trial: Trial, task: Task, failure: Failure) -> bool:
+        """Whether a trial that was too large for its part of a GPU is tried again: once, with two parts."""
+        if failure.failure_class != "out_of_memory" or task.device == "cpu":
+            return False
+        since = trial.user_attrs.get(ENLARGED)
+        if since is None and task.gpu_share < 1:
+            since = task.attempt + 1
+            trial.set_user_attr(ENLARGED, since)
+        if since != task.attempt + 1:  # it may have been written down, and that was not answered
+            return False
+        self._enlarged.add(task.number)
+        words = f"{failure.message}; it is tried again with {self._gpu_share(task.number):g} of a GPU"
+        self._journal.record_event("trial_lost", number=task.number, attempt=task.attempt, message=words)
+        if task.number not in self._waiting:
+            self._waiting.append(task.number)
+        return True
+
     @property
     def _has_too_many(self) -> bool:
-        return self._share is not None and self._running > self._share
+        return self._share is not None and self._taken > self._share
 
     def _is_pruned(self, trial: Trial, epoch: int) -> bool:
         # Elsewhere the pruner would still see the latest rung. What was decided there is decided: against the

@@ -1,7 +1,8 @@
 """How much memory a trial takes at most, told before it starts: a rare long window must not be what tells.
 
 An estimate from above. A trial is refused where it could never fit; what is free at one moment refuses none,
-since that changes with the other trials. No torch, unless a GPU is asked for its memory.
+since that changes with the other trials. Of a GPU each has its share, and waits until that is free. No torch,
+unless a GPU is asked for its memory.
 """
 
 import math
@@ -37,6 +38,10 @@ COPIES_TO_SAVE = 6
 """Of the parameters, and of their averages: cloned, serialised, packed, and what earlier copies left."""
 
 
+GPU_CONTEXT = 640 * 2**20
+"""Bytes that a process takes of a GPU beside its tensors, which torch counts: CUDA's context, and code."""
+
+
 class NotEnoughMemory(MemoryError):
     """The trial would not fit."""
 
@@ -69,16 +74,47 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
 
 def require_memory(config: TrialConfig, vocabulary_size: int, device: str, gpu_share: float = 1.0) -> None:
     """Raises NotEnoughMemory where the trial would not fit even if it were alone, or alone in its share."""
-    share = gpu_share if device.startswith("cuda") else 1.0
-    needed, total = peak_bytes(config, vocabulary_size), share * total_bytes(device)
+    needed, total = (
+        bytes_on(device, config, vocabulary_size),
+        share_of(device, gpu_share) * total_bytes(device),
+    )
     if needed > total:
         part, more = "in all", ""
-        if share < 1:
-            part, more = f"for a share of {share:g}", ", or raise resources.gpus"
+        if share_of(device, gpu_share) < 1:
+            part, more = f"for a share of {gpu_share:g}", ", or raise resources.gpus"
         raise NotEnoughMemory(
             f"this configuration takes up to {amount(needed)} of memory, and {device} has {amount(total)} "
             f"{part}: lower batch_size, bptt or the sizes of the model{more}"
         )
+
+
+def bytes_on(device: str, config: TrialConfig, vocabulary_size: int) -> int:
+    """What a trial's process takes of the device's memory at most."""
+    return peak_bytes(config, vocabulary_size) + (GPU_CONTEXT if device.startswith("cuda") else 0)
+
+
+def share_of(device: str, gpu_share: float) -> float:
+    """Of its memory: only GPUs are shared out."""
+    return gpu_share if device.startswith("cuda") else 1.0
+
+
+def keep_to_share(device: str, gpu_share: float) -> None:
+    """Have torch, in this process, take no more of a GPU than the share: what runs out of memory for that is
+    this trial, and no other."""
+    if not device.startswith("cuda"):
+        return
+    import torch
+
+    total = total_bytes(device)
+    own = 1.0 if gpu_share == 1 else max(0.0, gpu_share * total - GPU_CONTEXT) / total
+    torch.cuda.set_per_process_memory_fraction(own, torch.device(device).index)
+
+
+def room_bytes(device: str) -> float:
+    """What a GPU has for tensors of this process now: those that it has, and what nobody has."""
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
 
 
 def total_bytes(device: str) -> float:

@@ -28,7 +28,8 @@ from models.config import AWDLSTMConfig
 from trials.corpora import Corpus, CorpusError
 from trials.cpus import usable_cpus
 from trials.encoded import load_encoded, text_digests
-from trials.memory import NotEnoughMemory, peak_bytes, require_memory, total_bytes
+from trials.gpus import VISIBLE, visible_gpus
+from trials.memory import NotEnoughMemory, keep_to_share, peak_bytes, require_memory, total_bytes
 from trials.spec import TrialConfig
 from trials.steps import (
     EXIT_CORPUS,
@@ -77,7 +78,6 @@ def probe(order: ProbeOrder, data_dir: Path, scratch: Path) -> Probe:
         start_s=encode_s + max((one.start_s for one in found), default=0.0),
         took_s=time.monotonic() - began,
         share=min(1.0, fmean(one.share for one in found) / _share_alone(order)) if found else 1.0,
-        memory_bytes=found[0].memory_bytes if found else None,
         timed=tuple(one for one in timed if one is not None),
         not_timed=tuple(dict.fromkeys((*left_out, *refused))),
         is_of_the_moment=bool(left_out),
@@ -128,7 +128,6 @@ class _Found:
     device: str
     start_s: float
     share: float
-    memory_bytes: float | None
     timed: list[_Measured]
     refused: list[str]
 
@@ -153,9 +152,10 @@ def _side_by_side(
     context = multiprocessing.get_context("spawn")  # a fork would have a torch that knows nothing of threads
     together = context.Barrier(order.processes)
     workers = []
-    for _ in range(order.processes):
+    for number in range(order.processes):
         here, there = context.Pipe(duplex=False)
-        arguments = (there, together, order, points, str(data_dir), str(scratch), os.getpid(), time.time())
+        where = (str(data_dir), str(scratch), os.getpid(), time.time())
+        arguments = (there, together, order, points, gpu_of_process(order, number), *where)
         worker = context.Process(target=_work, args=arguments, daemon=True)
         worker.start()
         there.close()
@@ -173,11 +173,19 @@ def _side_by_side(
     return found
 
 
+def gpu_of_process(order: ProbeOrder, number: int) -> str | None:
+    """Its identity. As Ray places trials: one GPU after another, each with as many as have room there."""
+    gpus = visible_gpus() if order.device == "cuda" else ()
+    place = number // int(1 / order.gpu_share)
+    return gpus[place].uuid if place < len(gpus) else None
+
+
 def _work(
     answer: Connection,
     together: Barrier,
     order: ProbeOrder,
     points: list[TrialConfig],
+    gpu: str | None,
     data_dir: str,
     scratch: str,
     parent: int,
@@ -185,6 +193,8 @@ def _work(
 ) -> None:
     """One process: as a worker's, but that it trains a little of each point."""
     end_with(parent, Path(scratch))
+    if gpu is not None:
+        os.environ[VISIBLE] = gpu  # before torch is loaded
     os.nice(int(os.environ.get(NICENESS, "0")))
     try:
         import torch
@@ -195,7 +205,7 @@ def _work(
         )
         from trials.attempt import describe_device
 
-        memory = total_bytes(order.device) if order.device != "cpu" else None
+        keep_to_share(order.device, order.gpu_share)
         refused = [words for point in points if (words := _refusal(order, point, corpus))]
         points_here = [point for point in points if not _refusal(order, point, corpus)]
         rests: dict[AWDLSTMConfig, _Rest] = {}
@@ -206,7 +216,7 @@ def _work(
         _go_round(turns, store)
         by_config = {turn.config: turn.measured for turn in turns}
         timed = [by_config.get(point, _Measured()) for point in points]
-        answer.send(_Found(describe_device(order.device), start_s, share_of_core(), memory, timed, refused))
+        answer.send(_Found(describe_device(order.device), start_s, share_of_core(), timed, refused))
     except Exception as error:
         together.abort()
         answer.send(f"{type(error).__name__}: {error}")

@@ -112,7 +112,9 @@ class StudySearch(Searcher):
         now = time.monotonic() if asking_since is None else asking_since
         for trial_id, (at, process) in list(self._heard.items()):
             task = self.tasks.get(trial_id)
-            if task is None or trial_id in self._hung or (process is None and self._waits_for_nodes):
+            if task is None or trial_id in self._hung:
+                continue
+            if process is None and (self._waits_for_nodes or task.was_enlarged):  # it waits for a place
                 continue
             patience_s = task.hang_s if process is not None else max(task.hang_s, LONG_START_S)
             if now - max(at, self._ledger.waited_at) <= patience_s:

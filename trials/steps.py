@@ -79,8 +79,6 @@ class Probe:
     share: float
     """Of the time of the cores that its processes wanted, and would have had alone, that which they had:
     others had the rest."""
-    memory_bytes: float | None
-    """Of the device, where it is a GPU."""
     timed: tuple[Timed, ...]
     not_timed: tuple[str, ...] = ()
     """What was left out, and why."""

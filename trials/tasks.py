@@ -36,6 +36,8 @@ class Task:
     """Digests of the text that the sweep began with; None before its first epoch."""
     gpu_share: float = 1.0
     """How much of a GPU's memory this trial may take, where it runs on one."""
+    was_enlarged: bool = False
+    """Whether that is more than others of its sweep have."""
 
 
 @dataclass(frozen=True)

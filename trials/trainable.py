@@ -3,6 +3,7 @@
 The driver names this class, too, and has no use for torch: so it is loaded where a trial runs.
 """
 
+import gc
 import os
 import socket
 import tempfile
@@ -37,7 +38,9 @@ class LanguageModelTrial(tune.Trainable):
         import torch
 
         self._reports.close()  # the earlier attempt may have been pruned in the middle
-        torch.cuda.empty_cache()  # what it held of a GPU is for the trials beside this one, too
+        if torch.cuda.is_initialized():  # what it held of a GPU is for the trials beside this one, too
+            gc.collect()  # tensors in cycles
+            torch.cuda.empty_cache()
         self._begin(new_config)
         return True
 

@@ -31,7 +31,7 @@ def verify(check: Check, store: CheckpointStore, data_dir: Path, shared: Path | 
         "impossible",
         check.checkpoint_sha256,
         device=describe_device(check.on),
-        runtime=describe_runtime(),
+        runtime=describe_runtime(check.on),
     )
     try:
         found = _verified(check, so_far, store, data_dir, shared)
