@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from service import export_commands, steering_commands, token_commands, webhook_commands
+from service import export_commands, gpu_commands, steering_commands, token_commands, webhook_commands
 from service.errors import INTERRUPTED, CommandFailed
 from service.options import (
     DEFAULT_DATA_DIR,
@@ -91,6 +91,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.command()(gpu_commands.gpus)
 app.add_typer(steering_commands.points)
 app.add_typer(steering_commands.trials)
 app.add_typer(webhook_commands.commands)

@@ -27,6 +27,7 @@ from anyio import fail_after, run_process
 from sqlalchemy.engine import make_url
 
 from service.errors import ClusterAway
+from service.packing import Packing, read_packings
 from service.settings import Settings
 from trials.cpus import usable_cpus
 from trials.gpus import VISIBLE, Gpu, visible_gpus
@@ -100,6 +101,8 @@ class Capacity:
     """Of the machine, or of the control group that this process is in; not of its GPUs."""
     gpu_bytes: float | None = None
     """Of the memory of the GPU that has the least; None where that is not known."""
+    packings: tuple[Packing, ...] = ()
+    """How its kinds of GPUs are shared best; none where that has not been measured of each."""
     grows: bool = False
     """Whether machines may come that have more than is said here."""
     nodes: tuple[Node, ...] = ()
@@ -111,15 +114,21 @@ class Capacity:
         return max(1, room_on(resources, self.nodes or (Node(self.cpus, self.gpus),)))
 
 
-def local_capacity() -> Capacity:
-    """Of this machine, as far as this process may use it and torch can."""
-    gpus = _gpus()
+def local_capacity(data_dir: Path | None = None) -> Capacity:
+    """Of this machine, as far as this process may use it and torch can.
+
+    `data_dir` is where it is kept how GPUs are shared best, if it is.
+    """
+    gpus = usable_gpus()
+    known = read_packings(data_dir) if data_dir is not None and gpus else {}
+    names = {gpu.name for gpu in gpus}
     return Capacity(
         cpus=usable_cpus(),
         gpus=len(gpus),
         cpus_have_bf16=_cpus_have_bf16(),
         memory_bytes=total_bytes("cpu"),
         gpu_bytes=min((gpu.memory_bytes for gpu in gpus), default=None),
+        packings=tuple(known[name] for name in sorted(names)) if names <= known.keys() else (),
     )
 
 
@@ -246,7 +255,7 @@ class LocalLauncher:
         self._cluster = Cluster(address, grows=settings.ray_grows) if address else None
 
     def capacity(self) -> Capacity:
-        return local_capacity() if self._cluster is None else self._cluster.capacity()
+        return local_capacity(self._data_dir) if self._cluster is None else self._cluster.capacity()
 
     async def probe(self, order: ProbeOrder) -> Probe:
         """In a process of its own, with what a worker's has in its environment."""
@@ -431,13 +440,13 @@ def _cpus_have_bf16(listed: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 @cache
-def _torch_version() -> str:
+def torch_version() -> str:
     return version("torch")
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def usable_gpus() -> tuple[Gpu, ...]:
     """Those that torch may use; it is not loaded here. None where it is built for CPUs alone."""
-    if _torch_version().endswith("+cpu"):
+    if torch_version().endswith("+cpu"):
         return ()
     return _known_gpus(os.environ.get(VISIBLE), int(time.monotonic() / GPUS_KNOWN_S))
 

@@ -1,36 +1,55 @@
 """What a sweep's trials get of this machine, and whether it has what they ask for. No torch."""
 
+import math
 from typing import Literal
 
 from service.errors import Problem
 from service.launcher import Capacity
+from service.packing import share_of_each, trials_together
+from trials.plan import plan
 from trials.shares import Node, matches, room_on
 from trials.spec import Resources, SweepSpec
 
 MOST_THREADS = 2
 """What `auto` gives a trial at most; what more would gain has not been measured."""
+LOOKED_AT = 32
+"""Trials of a sweep by whose sizes it is decided how many share a GPU."""
 
 
 def placed(request: SweepSpec, capacity: Capacity) -> SweepSpec:
     """The sweep with its resources written out, be it a SweepRequest."""
     resources: Resources | Literal["auto"] = request.resources
     if resources == "auto":
-        resources = choose(request.budget.trials, capacity)
+        resources = choose(request, capacity)
+    return _with(request, resources)
+
+
+def _with(request: SweepSpec, resources: Resources) -> SweepSpec:
     fields = {name: getattr(request, name) for name in SweepSpec.model_fields}
     return SweepSpec.model_construct(request.model_fields_set, **(fields | {"resources": resources}))
 
 
-def choose(trials: int, capacity: Capacity) -> Resources:
-    """What `auto` means: a GPU for each trial where there is one, else one thread for each trial.
+def choose(request: SweepSpec, capacity: Capacity) -> Resources:
+    """What `auto` means: where there are GPUs a part of one for each trial, else one thread for each trial.
+
+    As many trials share a GPU as do most together, by what was measured on this machine's; a GPU that was not
+    measured is given to one trial.
 
     On two cores, two trials of one thread do more together than one of two threads, whatever the model's size
     (benchmarks/RESULTS.md, "A machine full of trials"); threads are worth something only to cores that would
     have no trial.
     """
+    trials = request.budget.trials
     if capacity.gpus >= 1:
-        return Resources(gpus=1)
-    together = sum(node.cpus for node in capacity.nodes) or capacity.cpus
-    return Resources(cpus=max(1, min(MOST_THREADS, int(capacity.cpus), int(together) // trials)))
+        if not capacity.packings or capacity.gpu_bytes is None:
+            return Resources(gpus=1)
+        # Each has a thread that tells the GPU what to do; who would find none beside it gets a larger part.
+        most = min(int(capacity.cpus / capacity.gpus), math.ceil(trials / capacity.gpus))
+        configs = [trial.config for trial in plan(_with(request, Resources(gpus=1)), LOOKED_AT)]
+        together = trials_together(configs, capacity.packings, capacity.gpu_bytes, most)
+        return Resources(gpus=share_of_each(together))
+    cpus = sum(node.cpus for node in capacity.nodes) or capacity.cpus
+    return Resources(cpus=max(1, min(MOST_THREADS, int(capacity.cpus), int(cpus) // trials)))
 
 
 def problems_with(spec: SweepSpec, capacity: Capacity) -> list[Problem]:

@@ -38,7 +38,7 @@ class LanguageModelTrial(tune.Trainable):
         import torch
 
         self._reports.close()  # the earlier attempt may have been pruned in the middle
-        if torch.cuda.is_initialized():  # what it held of a GPU is for the trials beside this one, too
+        if torch.cuda.is_available():  # what it held of a GPU is for the trials beside this one, too
             gc.collect()  # tensors in cycles
             torch.cuda.empty_cache()
         self._begin(new_config)
