@@ -1,12 +1,16 @@
 """Training on a CUDA device, where one is there; the laws of a step and of the head have their own files."""
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 
+import trials.attempt
 from models.config import Precision
 from models.precision import tf32_products
 from regularizers.config import Regularization
@@ -22,12 +26,15 @@ from tests.test_training import (
     saved_and_read,
     untimed,
 )
-from trials.attempt import run_attempt
+from trials.attempt import ALIVE, is_out_of_memory, run_attempt
 from trials.corpora import PathCorpus
 from trials.evaluation import evaluate, evaluate_mc
+from trials.gpus import driver_version, visible_gpus
+from trials.memory import GPU_CONTEXT, keep_to_share, total_bytes
 from trials.spec import TrialConfig
 from trials.store import CheckpointStore
 from trials.tasks import Task
+from trials.trainable import give_back_gpu
 from trials.training import Training
 
 pytestmark = pytest.mark.gpu
@@ -118,16 +125,6 @@ def test_columns_give_the_loss_of_batch_1(columns: int) -> None:
     )
 
 
-def test_an_attempt_says_which_card_it_ran_on(tmp_path: Path) -> None:
-    for split, ids in (("train", TRAIN), ("valid", VALID), ("test", VALID)):
-        (tmp_path / f"{split}.txt").write_text(" ".join(map(str, ids)))
-    config = TrialConfig(MODEL, replace(CONFIG, epochs=1), Regularization("fraternal"))
-    task = Task("s1", 0, 1, "fd", 1, config, PathCorpus(path=str(tmp_path)), "cuda", 0)
-    (_, report) = run_attempt(task, CheckpointStore((tmp_path / "store").as_uri()), tmp_path)
-    assert report.failure is None
-    assert report.device == f"cuda: {torch.cuda.get_device_name()}"
-
-
 def test_a_model_predicts_the_same_on_either_device() -> None:
     training = build("cpu")
     next(training.epochs())
@@ -137,3 +134,123 @@ def test_a_model_predicts_the_same_on_either_device() -> None:
     assert evaluate_mc(model, VALID, 3, seed=1) != pytest.approx(expected, rel=1e-5)
     model.config = KEPT  # nothing is dropped: every sample of the masks is the whole model
     assert evaluate_mc(model, VALID, 3, seed=1) == pytest.approx(expected, rel=1e-5)
+
+
+def one_epoch(folder: Path, **changes: Any) -> Task:
+    for split, ids in (("train", TRAIN), ("valid", VALID), ("test", VALID)):
+        (folder / f"{split}.txt").write_text(" ".join(map(str, ids)))
+    config = TrialConfig(MODEL, replace(CONFIG, epochs=1), Regularization("fraternal"))
+    return replace(Task("s1", 0, 1, "fd", 1, config, PathCorpus(path=str(folder)), "cuda", 0), **changes)
+
+
+def test_a_report_names_the_card_and_what_is_below_it(tmp_path: Path) -> None:
+    *_, report = run_attempt(one_epoch(tmp_path), CheckpointStore((tmp_path / "store").as_uri()), tmp_path)
+    assert report.failure is None
+    assert report.device == f"cuda: {torch.cuda.get_device_name()}"
+    assert report.runtime is not None
+    (gpu, *_) = visible_gpus()
+    assert f"; CUDA {torch.version.cuda}; cuDNN {torch.backends.cudnn.version()}; driver " in report.runtime
+    assert report.runtime.endswith(f"driver {driver_version()}; {gpu.uuid}")
+    assert gpu.name == torch.cuda.get_device_name()
+    assert str(torch.cuda.get_device_properties(0).uuid) in gpu.uuid or gpu.uuid.startswith("MIG-")
+
+
+@pytest.fixture
+def whole_gpu() -> Iterator[None]:
+    """Afterwards this process may take all of it again."""
+    yield
+    keep_to_share("cuda", 1.0)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("whole_gpu")
+def test_a_trial_that_takes_more_than_its_part_runs_out_of_memory_by_itself() -> None:
+    total = total_bytes("cuda")
+    keep_to_share("cuda", 0.25)
+    own = torch.empty(int(0.2 * total), dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        torch.empty(int(0.1 * total), dtype=torch.uint8, device="cuda")
+    assert is_out_of_memory(refused.value)
+    del own
+    torch.cuda.empty_cache()
+    keep_to_share("cuda", 1.0)
+    torch.empty(int(0.3 * total), dtype=torch.uint8, device="cuda")
+
+
+HOLD = """
+import sys, torch
+held = torch.empty(int(float(sys.argv[1]) * torch.cuda.mem_get_info()[1]), dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.usefixtures("whole_gpu")
+def test_a_trial_waits_until_another_process_gives_its_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.cuda.empty_cache()
+    monkeypatch.setattr(trials.attempt, "peak_bytes", lambda *_: int(0.6 * total_bytes("cuda")))
+    monkeypatch.setattr(trials.attempt, "GPU_PATIENCE_S", 60.0)
+    store = CheckpointStore((tmp_path / "store").as_uri())
+    command = [sys.executable, "-c", HOLD, "0.6"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        running = run_attempt(one_epoch(tmp_path), store, tmp_path)
+        assert [next(running) for _ in range(3)] == [ALIVE] * 3, "it waits"
+        other.communicate("\n")
+    *_, report = running
+    assert report.finished
+    assert report.failure is None
+
+
+@pytest.mark.usefixtures("whole_gpu")
+def test_a_gpu_that_stays_full_is_an_end_of_memory_that_names_who_fills_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.cuda.empty_cache()
+    monkeypatch.setattr(trials.attempt, "peak_bytes", lambda *_: int(0.6 * total_bytes("cuda")))
+    monkeypatch.setattr(trials.attempt, "GPU_PATIENCE_S", 1.0)
+    command = [sys.executable, "-c", HOLD, "0.6"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        store = CheckpointStore((tmp_path / "store").as_uri())
+        *_, report = run_attempt(one_epoch(tmp_path), store, tmp_path)
+        other.communicate("\n")
+    assert report.failure is not None
+    assert report.failure.failure_class == "out_of_memory"
+    assert "has been free for 1 s" in report.failure.message
+
+
+CONTEXT = """
+import torch
+from tests.test_gpu import build
+list(build().epochs())
+torch.cuda.synchronize()
+free, total = torch.cuda.mem_get_info()
+print(total - free - torch.cuda.memory_reserved())
+"""
+
+
+def test_what_cuda_takes_beside_tensors_is_no_more_than_is_reckoned_with() -> None:
+    """By what is free on the card before and while one process has it: in a container NVML knows no ids."""
+    torch.cuda.synchronize()
+    before = total_bytes("cuda") - torch.cuda.mem_get_info()[0]
+    done = subprocess.run([sys.executable, "-c", CONTEXT], capture_output=True, text=True, check=True)
+    taken = int(done.stdout) - before
+    print(f"CUDA's context takes {taken / 2**20:.0f} MiB")
+    assert 0 < taken <= GPU_CONTEXT
+
+
+def test_a_worker_gives_a_trials_memory_back_before_the_next_one(tmp_path: Path) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    running = run_attempt(one_epoch(tmp_path), CheckpointStore((tmp_path / "store").as_uri()), tmp_path)
+    next(running), next(running)
+    assert torch.cuda.memory_reserved() > before
+    running.close()
+    give_back_gpu()
+    assert torch.cuda.memory_reserved() <= before

@@ -44,7 +44,7 @@ class Overheads:
     """From the last trial's end to the sweep's, besides the validation that verifies the best checkpoint."""
     slowdown: float = 1.1
     """Of training beside a driver, Ray and the service, by training beside other training alone."""
-    drift: float = 0.12
+    drift: float = 0.14
     """Standard deviation of the logarithm of how fast the machine is, from one time to another."""
     uneven: float = 0.03
     """The same from trial to trial."""

@@ -35,12 +35,8 @@ class LanguageModelTrial(tune.Trainable):
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        import torch
-
         self._reports.close()  # the earlier attempt may have been pruned in the middle
-        if torch.cuda.is_available():  # what it held of a GPU is for the trials beside this one, too
-            gc.collect()  # tensors in cycles
-            torch.cuda.empty_cache()
+        give_back_gpu()
         self._begin(new_config)
         return True
 
@@ -63,6 +59,15 @@ class LanguageModelTrial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         report = next(self._reports)
         return {"report": report, "done": report.finished, "node": self._node}
+
+
+def give_back_gpu() -> None:
+    """What ended trials of this process held of a GPU's memory: it is for the trials beside this one, too."""
+    import torch
+
+    if torch.cuda.is_available():
+        gc.collect()  # tensors in cycles
+        torch.cuda.empty_cache()
 
 
 def node_dir() -> Path:
