@@ -19,7 +19,14 @@ from regularizers.config import Regularization
 from service.launcher import DRIVER_ENVIRONMENT
 from tests.service_process import write_corpus
 from tests.test_cli import run
-from trials.memory import NotEnoughMemory, limit_of_cgroup, peak_bytes, require_memory, total_bytes
+from trials.memory import (
+    NotEnoughMemory,
+    bytes_on,
+    limit_of_cgroup,
+    peak_bytes,
+    require_memory,
+    total_bytes,
+)
 from trials.spec import TrainingConfig, TrialConfig
 
 MEASURE = """
@@ -187,7 +194,7 @@ def test_what_is_free_at_the_moment_refuses_no_trial(monkeypatch: pytest.MonkeyP
 
 def test_trials_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = trial({}, {}, "fraternal")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2 * peak_bytes(config, 10_000)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2 * bytes_on("cuda", config, 10_000)))
     require_memory(config, 10_000, "cuda", gpu_share=0.5)
     with pytest.raises(NotEnoughMemory, match=r"for a share of 0\.25: .*raise resources\.gpus"):
         require_memory(config, 10_000, "cuda", gpu_share=0.25)
