@@ -39,6 +39,8 @@ EventKind = Literal[
     WishKind,
     "driver_fenced",
     "driver_stopped",
+    "sweep_waiting",
+    "sweep_going_on",
     "trial_started",
     "epoch_finished",
     "trial_paused",
@@ -80,6 +82,12 @@ class Move(View):
 
 class Driver(View):
     generation: int
+
+
+class Wait(View):
+    """Nothing of a running sweep runs, and none of it can."""
+
+    reason: str
 
 
 class TrialStart(View):
@@ -182,6 +190,20 @@ class DriverEnded(EventBase):
     detail: Driver
 
 
+class SweepWaiting(EventBase):
+    """For the Ray cluster, say, or for a machine that has room."""
+
+    kind: Literal["sweep_waiting"]
+    detail: Wait
+
+
+class SweepGoingOn(EventBase):
+    """What it waited for is there."""
+
+    kind: Literal["sweep_going_on"]
+    detail: Nothing
+
+
 class TrialStarted(EventBase):
     kind: Literal["trial_started"]
     detail: TrialStart
@@ -226,6 +248,8 @@ KnownEvent = Annotated[
     | TrialWished
     | SweepMoved
     | DriverEnded
+    | SweepWaiting
+    | SweepGoingOn
     | TrialStarted
     | EpochFinished
     | TrialPaused

@@ -154,6 +154,7 @@ def follow(
     A service that goes away is waited for. Raises ServiceUnreachable if it does not return, or never was.
     """
     answered_at, was_paused = -math.inf, False
+    waited_for: str | None = None
     news = _News(client, sweep_id)
     with ProgressDisplay(console) as display:
         while True:
@@ -168,6 +169,10 @@ def follow(
                     why = sweep.state_reason or "as was asked for"
                     console.print(f"paused: {why}\ngo on with: fraternal resume {sweep.id}", markup=False)
                 was_paused = is_paused
+                waits_for = sweep.state_reason if sweep.state == "running" else None
+                if waits_for is not None and waits_for != waited_for:
+                    console.print(f"waiting: {waits_for}", markup=False)
+                waited_for = waits_for
             except ServiceUnreachable:
                 if time.monotonic() - answered_at > UNREACHABLE_S:
                     raise

@@ -621,6 +621,19 @@ class SweepJournal:
             if row["state"] == "running":
                 _move(connection, row, "pause", {"state_reason": _storable(reason)})
 
+    def record_waiting(self, reason: str | None) -> None:
+        words = reason and _storable(reason)
+        mine = (sweeps.c.id == self._sweep_id) & (sweeps.c.state == "running")
+        with self._reaching() as connection:
+            self._renew(connection)
+            changed = update(sweeps).where(mine, sweeps.c.state_reason.is_distinct_from(words))
+            if connection.execute(changed.values(state_reason=words)).rowcount == 0:
+                return
+            if words is None:
+                write_event(connection, self._sweep_id, "sweep_going_on", {})
+            else:
+                write_event(connection, self._sweep_id, "sweep_waiting", {"reason": words})
+
     def verifications(self) -> dict[int, tuple[Outcome, str | None]]:
         with self._reaching() as connection:
             found = verifications_in(connection, self._sweep_id)
@@ -867,7 +880,7 @@ def _clock(row: RowMapping, after: State) -> dict[str, Any]:
         changes |= {"finished_at": at, "state_reason": None}
     elif row["state"] in TERMINAL_STATES and after != "deleting":
         changes |= {"finished_at": None, "state_reason": None}
-    elif after in {"queued", "running"}:
+    elif after in {"queued", "running"} or row["state"] == "running":  # what it waited for is no reason now
         changes["state_reason"] = None
     return changes
 

@@ -130,6 +130,10 @@ class MemoryJournal:
         self.orders = replace(self.orders, state="pausing")
         self.events.append(("pause_requested", {"reason": reason}))
 
+    def record_waiting(self, reason: str | None) -> None:
+        self.beat()
+        self.events.append(("sweep_waiting", {"reason": reason}))
+
     def record_epoch(self, number: int, attempt: int, epoch: Mapping[str, Any]) -> None:
         self.beat()
         self.before_write()

@@ -26,9 +26,10 @@ from service.studies import open_storage
 from tests.fakes import MemoryJournal, open_ledger, report, spec, verified
 from tests.nvml import Card, Nvml, installed
 from trials.cpus import usable_cpus
-from trials.driver import EXIT_UNSETTLED, PauseSwitch, _ray_has_died, _Watch, drive, place_of
+from trials.driver import EXIT_UNSETTLED, PauseSwitch, _ray_has_died, _Watch, drive, place_of, why_full
 from trials.ledger import JournalAway, Orders, StudyLedger
 from trials.search import StudySearch
+from trials.shares import Node
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import open_study
@@ -161,6 +162,29 @@ def test_a_trial_asks_for_its_own_part_of_a_gpu() -> None:
     assert asked[0]._kwargs["bundle_label_selector"] == [{"zone": "in(a,b)"}]
     assert asked[0] != asked[1] == asked[2], "workers are Tune's to use again where this is equal"
     assert place_of(Resources(cpus=2), {"task": task}).bundles == [{"CPU": 2}]
+
+
+@pytest.mark.parametrize(
+    ("resources", "nodes", "words"),
+    [
+        (
+            Resources(cpus=4, gpus=0.5, labels={"zone": "in(a, b)"}),
+            [Node(8, 1), Node(2, 1, (("zone", "a"),))],
+            "no machine has room for a trial now, which takes 4 cpus and 0.5 of a GPU on a machine labelled "
+            "zone=in(a, b): one that joins is used at once",
+        ),
+        (
+            Resources(cpus=0.5),
+            [],
+            "no machine has room for a trial now, which takes 0.5 cpus: one that joins",
+        ),
+        (Resources(), [Node(1)], "sweeps of a higher priority, or earlier ones, have all the machines"),
+    ],
+)
+def test_a_sweep_of_which_nothing_can_run_says_what_it_waits_for(
+    resources: Resources, nodes: list[Node], words: str
+) -> None:
+    assert why_full(resources, nodes).startswith(words)
 
 
 GPUS_OF_RAY = """

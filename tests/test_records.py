@@ -438,6 +438,37 @@ def test_retry_that_was_asked_for_is_off_when_the_sweep_is_cancelled(records: Re
     assert records.get_sweep("s1").retry_numbers is None
 
 
+def test_why_a_running_sweep_waits_is_told_once_and_only_for_as_long(
+    claimed: SweepRecord, records: Records
+) -> None:
+    journal = SweepJournal(records, "s1", 1)
+
+    def told() -> list[tuple[str, object]]:
+        events = [(event["kind"], event["detail"]) for event in records.list_events("s1")]
+        return [event for event in events if event[0] in {"sweep_waiting", "sweep_going_on"}]
+
+    journal.record_waiting(None)
+    assert told() == []
+    for reason in ("no cluster \0", "no cluster \0", "no room", None, None):
+        journal.record_waiting(reason)
+    waits = [("sweep_waiting", {"reason": reason}) for reason in ("no cluster \ufffd", "no room")]
+    assert told() == [*waits, ("sweep_going_on", {})]
+    assert records.get_sweep("s1").state_reason is None
+    journal.record_waiting("no room")
+    assert records.get_sweep("s1").state_reason == "no room"
+    records.ask("s1", "pause")
+    assert records.get_sweep("s1").state_reason is None, "it is paused because somebody asked for it"
+    journal.record_waiting("no cluster")
+    assert records.get_sweep("s1").state_reason is None
+
+
+def test_a_pause_has_its_own_reason_whatever_was_waited_for(claimed: SweepRecord, records: Records) -> None:
+    journal = SweepJournal(records, "s1", 1)
+    journal.record_waiting("no room")
+    journal.ask_to_pause("ten failures alike")
+    assert records.get_sweep("s1").state_reason == "ten failures alike"
+
+
 def test_reason_may_have_any_text(claimed: SweepRecord, records: Records) -> None:
     SweepJournal(records, "s1", 1).ask_to_pause("a NUL \0 and half a pair \ud800")
     paused = records.get_sweep("s1")

@@ -31,7 +31,7 @@ from trials.cpus import usable_cpus
 from trials.gpus import VISIBLE, Gpu, visible_gpus
 from trials.ledger import Fenced, Journal, StudyLedger
 from trials.search import LedgerScheduler, NoProgress, StudySearch, end_here
-from trials.shares import as_ray_reads
+from trials.shares import Node, as_ray_reads, room_on
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.trainable import LanguageModelTrial
@@ -140,8 +140,10 @@ def _join_patiently(address: str, scratch: Path, ledger: StudyLedger) -> None:
             cluster.join(address, scratch)
         except cluster.ClusterAway as error:
             log.warning("%s; asking again", error)
+            ledger.say_why_it_waits(f"{error}; it is asked again until it can")
             time.sleep(next(pauses))
         else:
+            ledger.say_why_it_waits(None)
             return
 
 
@@ -149,13 +151,28 @@ def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch
     # Workers inherit them; Tune would hand them over as a runtime environment, which Ray writes into a log.
     ENV_VARS_TO_PROPAGATE.difference_update(STORES_SECRETS)
     for turn in itertools.count():
-        ledger.share(cluster.joined_nodes())
+        nodes = cluster.joined_nodes()
+        ledger.share(nodes)
         if ledger.exhausted:
             return
-        if ledger.is_full:  # others have all that there is
+        if ledger.is_full:
+            ledger.say_why_it_waits(why_full(resources, nodes))
             time.sleep(1.0)
         else:
+            ledger.say_why_it_waits(None)
             _tuner(ledger, search, resources, scratch, turn).fit()
+
+
+def why_full(resources: Resources, nodes: Sequence[Node]) -> str:
+    """What keeps a sweep's trials, none of which runs, from beginning."""
+    if room_on(resources, nodes):
+        return (
+            "sweeps of a higher priority, or earlier ones, have all the machines: raise its priority, or wait"
+        )
+    takes = f"{resources.cpus:g} cpus" + (f" and {resources.gpus:g} of a GPU" if resources.gpus else "")
+    labels = ", ".join(f"{name}={value}" for name, value in resources.labels.items())
+    which = f" on a machine labelled {labels}" if labels else ""
+    return f"no machine has room for a trial now, which takes {takes}{which}: one that joins is used at once"
 
 
 def _tuner(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch: Path, turn: int) -> Tuner:

@@ -94,6 +94,9 @@ class Journal(Protocol):
     def ask_to_pause(self, reason: str) -> None:
         """Have the sweep paused, if it runs."""
 
+    def record_waiting(self, reason: str | None) -> None:
+        """Say why nothing of the sweep can run now, if it is to run; None: it can."""
+
     def verifications(self) -> Mapping[int, tuple[Outcome, str | None]]:
         """Of each trial whose best checkpoint was looked at, what came of it, and which one that was."""
 
@@ -185,6 +188,7 @@ class StudyLedger:
         """Of the machines: trials that may run at once; None where nobody has counted them."""
         self._enlarged: set[int] = set()
         """Trials that have twice what the others have of a GPU."""
+        self._waits_for: str | None = None
         self._adopt_new_rows()
         self._tell_of_ends()
         self._look_for_limits()
@@ -248,6 +252,13 @@ class StudyLedger:
         next_one = self._size(self._waiting[0]) if self._waiting else 1.0
         # One that takes more than all of the share begins where nothing else runs: Ray finds it a place.
         return self._taken + next_one > self._share and (self._running > 0 or self._share < 1)
+
+    @_patient
+    def say_why_it_waits(self, reason: str | None) -> None:
+        """For people: what keeps all of its trials from running; None once nothing does. Said once."""
+        if reason != self._waits_for:
+            self._journal.record_waiting(reason)
+            self._waits_for = reason
 
     @property
     def _running(self) -> int:
