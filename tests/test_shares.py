@@ -1,12 +1,14 @@
 """How machines are shared among sweeps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trials.shares import Claim, Node, matches, room_on, shares
+from trials.shares import Claim, Division, Node, matches, room_on, shares
 from trials.spec import Resources
 
 H100, SPOT = ("ray.io/accelerator-type", "H100"), ("market", "spot")
@@ -123,3 +125,49 @@ def test_all_that_is_shared_is_there_and_nobody_waits_for_what_is_free(
     if claims:
         first = max(claims, key=lambda claim: (claim.priority, -claim.position))
         assert found[first.sweep_id] >= min(1, alone[first.sweep_id])
+
+
+@given(NODES, NODES, CLAIMS, CLAIMS)
+def test_a_division_holds_only_for_what_would_be_divided_alike(
+    nodes: list[Node], other_nodes: list[Node], claims: list[Claim], other_claims: list[Claim]
+) -> None:
+    division = Division(nodes, claims)
+    assert division.given == shares(nodes, claims)
+    for asked in [(nodes, claims), (nodes, other_claims), (other_nodes, claims), (other_nodes, other_claims)]:
+        assert not division.holds_for(*asked) or shares(*asked) == division.given
+    assert division.holds_for(nodes[::-1], claims[::-1])
+
+
+@given(NODES, CLAIMS, st.data())
+def test_a_division_holds_only_for_wishes_that_are_met_alike(
+    nodes: list[Node], claims: list[Claim], data: st.DataObject
+) -> None:
+    """One sweep wants another number: the division notices it where that matters, and nowhere else."""
+    division = Division(nodes, claims)
+    for position, one in enumerate(claims):
+        other = replace(one, wants=data.draw(st.none() | st.integers(0, 9)))
+        changed = [*claims[:position], other, *claims[position + 1 :]]
+        alike = shares(nodes, changed) == division.given
+        assert not division.holds_for(nodes, changed) or alike
+        if min(one.most, other.most) > division.given[one.sweep_id]:
+            assert division.holds_for(nodes, changed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"wants": 3},
+        {"priority": 1},
+        {"position": 0},
+        {"resources": Resources(cpus=2)},
+        {"resources": Resources(max_concurrent=1)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_division_does_not_hold_for_a_sweep_that_asks_for_something_else(change: dict[str, Any]) -> None:
+    nodes, claims = [Node(2), Node(3)], [claim("s1"), claim("s2", wants=2)]
+    assert not Division(nodes, claims).holds_for(nodes, [claims[0], replace(claims[1], **change)])
+    assert not Division(nodes, claims).holds_for([*nodes, Node(1)], claims)
+    assert not Division(nodes, claims).holds_for(nodes[:1], claims)
+    assert not Division(nodes, claims).holds_for(nodes, claims[:1])
+    assert not Division(nodes, claims).holds_for(nodes, [*claims, claim("s3", -1)])

@@ -3,7 +3,7 @@
 import itertools
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import TrialState
 
+import trials.shares
 from tests.fakes import (
     SWEEP,
     Countdown,
@@ -31,7 +32,7 @@ from tests.fakes import (
 )
 from trials.ledger import StudyLedger
 from trials.search import StudySearch
-from trials.shares import Claim, Node
+from trials.shares import Claim, Node, shares
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.tasks import Report, Task
@@ -310,6 +311,51 @@ def test_a_sweep_wants_as_much_as_it_has_left_to_do(storage: BaseStorage) -> Non
     ledger.heed(journal.beat())
     ledger.share([Node(1)])
     assert journal.wants == 1, "no other one begins"
+
+
+def test_a_share_is_what_dividing_anew_would_give_after_whatever_changes(
+    storage: BaseStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the machines are divided anew only where something that matters has changed."""
+    divided: list[object] = []
+
+    def counted(nodes: Sequence[Node], claims: Sequence[Claim]) -> dict[str, int]:
+        divided.append(claims)
+        return shares(nodes, claims)
+
+    monkeypatch.setattr(trials.shares, "shares", counted)
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(budget={"trials": 20}), storage, journal)
+    mine = Claim(SWEEP, 0, 10, Resources(), 20)
+    other = Claim("other", 0, 9, Resources(), 20)
+
+    def share(nodes: Sequence[Node], *claims: Claim) -> tuple[int, int]:
+        """What it has then, and how often the machines were divided for it."""
+        journal.others, before = list(claims), len(divided)
+        ledger.share(nodes)
+        own = Claim(SWEEP, 0, 0, Resources(), journal.wants)  # for who pauses, and is not listed
+        listed = claims if mine.sweep_id in {claim.sweep_id for claim in claims} else [*claims, own]
+        assert ledger._share == shares(nodes, listed)[SWEEP]
+        return ledger._share, len(divided) - before
+
+    four = [Node(2), Node(2)]
+    assert share(four, mine) == (4, 1)
+    assert share(four, mine) == (4, 0)
+    assert share(four[::-1], replace(mine, wants=19)) == (4, 0), "a trial has ended"
+    assert share(four, mine, other) == (2, 1), "another sweep has come"
+    assert share(four, replace(other, wants=12), mine) == (2, 0)
+    assert share(four, mine, replace(other, wants=1)) == (3, 1), "it has little left to do"
+    assert share(four, mine, replace(other, wants=1, priority=-1)) == (4, 1)
+    assert share(four, mine, replace(other, priority=1)) == (0, 1)
+    assert share([*four, Node(1)], mine, replace(other, priority=1)) == (0, 1), "a node has joined"
+    assert share(four, mine, replace(other, resources=Resources(max_concurrent=1))) == (3, 1)
+    assert share(four, mine, replace(other, resources=Resources(cpus=2))) == (2, 1)
+    assert share(four, mine) == (4, 1), "it has ended"
+    assert share(four[:1], mine) == (2, 1), "a node has left"
+    assert share(four[:1], replace(mine, wants=2)) == (2, 1)
+    assert share(four[:1], replace(mine, wants=1)) == (1, 1)
+    assert share(four[:1], other) == (1, 1), "this sweep pauses"
+    assert share(four[:1], other) == (1, 0)
 
 
 def test_where_there_is_no_machine_the_search_ends_for_now_rather_than_wait(storage: BaseStorage) -> None:

@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from trials.perplexity import finite_perplexity, perplexity
 from trials.pruners import intermediate_epochs, rungs_of
 from trials.samplers import suggest
-from trials.shares import Claim, Node, shares
+from trials.shares import Claim, Division, Node
 from trials.spec import Budget, FailureClass, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import ENDED_FROM_OUTSIDE, ENDED_WELL, open_study, set_attributes, set_failure
@@ -186,6 +186,8 @@ class StudyLedger:
         """Of the budget, that the sweep has reached."""
         self._share: int | None = None
         """Of the machines: trials that may run at once; None where nobody has counted them."""
+        self._division: Division | None = None
+        """That it is of."""
         self._enlarged: set[int] = set()
         """Trials that have twice what the others have of a GPU."""
         self._waits_for: str | None = None
@@ -291,7 +293,9 @@ class StudyLedger:
             claim.sweep_id != self.sweep_id for claim in claims
         ):  # it pauses, and ends no trial for others
             claims = [*claims, Claim(self.sweep_id, 0, 0, self._spec.resources, wants)]
-        self._share = shares(nodes, claims)[self.sweep_id]
+        if self._division is None or not self._division.holds_for(nodes, claims):
+            self._division = Division(nodes, claims)
+        self._share = self._division.given[self.sweep_id]
 
     @property
     def _device(self) -> str:

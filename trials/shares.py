@@ -89,6 +89,32 @@ def shares(nodes: Sequence[Node], claims: Sequence[Claim]) -> dict[str, int]:
     return given
 
 
+class Division:
+    """Machines as they were divided once, and what each sweep was given."""
+
+    def __init__(self, nodes: Sequence[Node], claims: Sequence[Claim]) -> None:
+        self.given = shares(nodes, claims)
+        self._nodes = Counter(nodes)
+        self._asked = self._as_it_matters(claims)
+
+    def holds_for(self, nodes: Sequence[Node], claims: Sequence[Claim]) -> bool:
+        """Whether to divide these would come to the same, as far as that is seen without dividing."""
+        return Counter(nodes) == self._nodes and self._as_it_matters(claims) == self._asked
+
+    def _as_it_matters(self, claims: Sequence[Claim]) -> dict[str, tuple[object, ...]]:
+        """By sweep. Who was given less than it could use found no room for one more, and would have found
+        none whatever it asked for beyond: so a trial that ends changes nothing until few are left."""
+        return {
+            claim.sweep_id: (
+                claim.priority,
+                claim.position,
+                claim.resources,
+                min(claim.most, self.given.get(claim.sweep_id, 0) + 1),
+            )
+            for claim in claims
+        }
+
+
 def _serve(claim: Claim, free: Counter[_Free], given: dict[str, int]) -> bool:
     """Give a sweep one trial more, if it can use one and there is room."""
     if given[claim.sweep_id] >= claim.most:
