@@ -9,11 +9,11 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import ColumnElement
 from sqlalchemy.sql.functions import FunctionElement
 
-from service.lifecycle import MOVING
 from service.pages import Key, SweepQuery
-from service.tables import events, sweeps
+from service.tables import sweeps
 
 STAMP = (sweeps.c.id, sweeps.c.generation, sweeps.c.state, sweeps.c.revision)
+_MARKS = select(*STAMP, sweeps.c.writes)
 
 
 def page_of_sweeps(connection: Connection, asked: SweepQuery) -> tuple[Sequence[Any], str | None]:
@@ -42,10 +42,8 @@ def page_of_sweeps(connection: Connection, asked: SweepQuery) -> tuple[Sequence[
 
 
 def marks_of_sweeps(connection: Connection) -> Sequence[Any]:
-    """Of every sweep its stamp and, while it moves, its newest event."""
-    newest = select(func.max(events.c.id)).where(events.c.sweep_id == sweeps.c.id).scalar_subquery()
-    moves = sweeps.c.state.in_(MOVING)
-    return connection.execute(select(*STAMP, case((moves, newest)).label("newest_event"))).all()
+    """Of every sweep its stamp, and how much its drivers have written."""
+    return connection.execute(_MARKS).all()
 
 
 class _holds_json(FunctionElement[bool]):

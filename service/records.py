@@ -72,13 +72,15 @@ class Stamp(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A stamp with, while the sweep moves, the latest that has happened in it."""
+    """A stamp with what its drivers have written: of what the database says of a sweep, all that is shown is
+    the same for as long as this is."""
 
     id: str
     generation: int
     state: State
     revision: int
-    newest_event: int | None
+    writes: int | None
+    """None where the driver is of a version that does not count."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,16 @@ class SweepRecord:
     """Failed trials that the next driver tries again."""
     revision: int
     """Grows with all that clients ask of it."""
+    writes: int | None
+    """Grows with every transaction that writes something of its trials, to the study too; not with beats."""
 
     @property
     def stamp(self) -> Stamp:
         return Stamp(self.id, self.generation, self.state, self.revision)
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(*self.stamp, self.writes)
 
     @property
     def spec(self) -> SweepSpec:
@@ -306,6 +314,7 @@ class Records:
             "started_at": naive(record.started_at or now()),
             "driver": None,
             "wants": None,
+            "writes": 0,
             "fruitless_launches": fruitless,
             "epochs_at_launch": epochs_done,
         }
@@ -556,7 +565,7 @@ class SweepJournal:
     def beat(self) -> Orders:
         mine = trial_wishes.c.sweep_id == self._sweep_id
         with self._reaching() as connection:
-            orders = self._renew(connection)
+            orders = _renew(connection, self._sweep_id, self._generation, writes=0)
             wishes = connection.execute(select(trial_wishes).where(mine)).all()
         return replace(
             orders,
@@ -568,7 +577,7 @@ class SweepJournal:
         mine = (sweeps.c.id == self._sweep_id) & sweeps.c.wants.is_distinct_from(wants)
         with self._reaching() as connection:
             if connection.execute(select(sweeps.c.id).where(mine)).one_or_none() is not None:
-                self._renew(connection)
+                _renew(connection, self._sweep_id, self._generation, writes=0)
                 connection.execute(update(sweeps).where(mine).values(wants=wants))
             return list(_claims(connection.execute(_CLAIMS)))
 
@@ -664,13 +673,14 @@ class SweepJournal:
             raise JournalAway(str(error).partition("\n")[0]) from error
 
 
-def _renew(connection: Connection, sweep_id: str, generation: int) -> Orders:
-    """Renew the lease and take the row's write lock: what follows in this transaction is fenced."""
+def _renew(connection: Connection, sweep_id: str, generation: int, writes: int = 1) -> Orders:
+    """Renew the lease and take the row's write lock: what follows in this transaction is fenced, and counted
+    as one of the driver's writes."""
     mine = (sweeps.c.id == sweep_id) & (sweeps.c.generation == generation) & sweeps.c.state.in_(WITH_DRIVER)
     renewed = connection.execute(
         update(sweeps)
         .where(mine)
-        .values(lease_until=naive(now() + LEASE))
+        .values(lease_until=naive(now() + LEASE), writes=sweeps.c.writes + writes)
         .returning(
             sweeps.c.state,
             sweeps.c.spec["budget"],
@@ -716,7 +726,7 @@ def _told_of(number: int, attempt: int, epoch: Mapping[str, Any]) -> dict[str, A
 def _hold(connection: Connection, sweep_id: str, generation: int) -> None:
     """Take the row's write lock, if the sweep is still of this generation."""
     mine = (sweeps.c.id == sweep_id) & (sweeps.c.generation == generation)
-    if not connection.execute(update(sweeps).where(mine).values(generation=generation)).rowcount:
+    if not connection.execute(update(sweeps).where(mine).values(writes=sweeps.c.writes + 1)).rowcount:
         raise Fenced(f"sweep {sweep_id} is no longer of generation {generation}")
 
 

@@ -40,6 +40,7 @@ sweeps = Table(
     Column("retry_numbers", JSON(none_as_null=True)),  # of failed trials that the next driver tries again
     Column("revision", Integer, nullable=False, server_default="1"),  # of what clients have asked for
     Column("wants", Integer),  # trials that it could run at once, as its driver says
+    Column("writes", Integer),  # transactions in which something of its trials was; null: nobody counts them
 )
 
 totals = Table(

@@ -13,7 +13,7 @@ from sqlalchemy import RowMapping
 from service.database import aware, utc
 from service.errors import TrialNotFound, UnreadableSpec, UnreadableStudy
 from service.lifecycle import MOVING, TERMINAL_STATES, WISHES, WITH_DRIVER, legal_requests
-from service.records import Records, Stamp, SweepRecord
+from service.records import Mark, Records, Stamp, SweepRecord
 from service.schemas import (
     Environment,
     EpochView,
@@ -96,6 +96,8 @@ class SweepViews:
         self._reader = TrialReader(storage)
         self._at_rest: Remembered[Stamp, tuple[SweepView, bytes]] = Remembered(MOST_SWEEPS, lambda _: 0)
         """And as JSON."""
+        self._so_far: Remembered[str, tuple[Mark, Progress]] = Remembered(MOST_SWEEPS, lambda _: 0)
+        """Of those that run, by id: as of which mark, and what."""
         self._trials_at_rest: Remembered[Stamp, list[TrialView]] = Remembered(MOST_TRIALS, len)
         self._ended: Remembered[tuple[int, int], _Ended] = Remembered(
             MOST_ENDED, lambda ended: len(ended.epochs_done)
@@ -178,13 +180,22 @@ class SweepViews:
         )
 
     def progress(self, record: SweepRecord) -> Progress:
-        """What its trials have come to."""
+        """What its trials have come to; looked at anew only once something of them has been written.
+
+        The record was read before they are, so they are never older than what it says has been written.
+        """
         if record.generation == 0:  # it has had no driver, hence no study
             return NOTHING_YET
+        mark, progress = self._so_far.find(record.id) or (None, NOTHING_YET)
+        if mark == record.mark:
+            return progress
         try:
-            return self._progress(record, self._rows(record))
+            progress = self._progress(record, self._rows(record))
         except UnreadableStudy as error:
             return Progress({}, 0, None, None, str(error))
+        if record.writes is not None and record.state != "deleting":  # which counts nothing
+            self._so_far.keep(record.id, (record.mark, progress))
+        return progress
 
     def _progress(self, record: SweepRecord, rows: StudyRows) -> Progress:
         """Of a large sweep that runs, few trials are new: what the others have come to is remembered."""
@@ -193,15 +204,19 @@ class SweepViews:
         key = rows.study_id, record.revision
         known = self._ended.find(key) or _Ended()
         verified = self._records.verifications(record.id)
-        new = [row for row in rows.trials if row.number not in known.epochs_done]
-        trials = self._views_of(record, new, verified)
+        numbered = {row.number: row for row in rows.trials}
+
+        def is_usable(number: int) -> bool:
+            return not _is_refused(numbered[number], verified.get(number))
+
+        looked_at = numbered.keys() - known.epochs_done.keys()
+        if (best := known.best_where(is_usable)) is not None:
+            looked_at.add(best)
+        trials = self._views_of(record, [numbered[number] for number in sorted(looked_at)], verified)
         ended = known.with_these(trials)
         if ended is not known:
             self._ended.keep(key, ended)
-        numbered = {row.number: row for row in rows.trials}
-        best = ended.best_where(lambda number: not _is_refused(numbered[number], verified.get(number)))
-        if best is not None and best not in {trial.number for trial in trials}:
-            trials += self._views_of(record, [numbered[best]], verified)
+        best = ended.best_where(is_usable)
         still_open = [trial for trial in trials if trial.number not in ended.epochs_done]
         return Progress(
             states=ended.states + Counter(trial.state for trial in still_open),

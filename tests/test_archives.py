@@ -55,6 +55,7 @@ def record() -> SweepRecord:
         study="s1",
         retry_numbers=None,
         revision=1,
+        writes=None,
     )
 
 

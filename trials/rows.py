@@ -182,8 +182,9 @@ class TrialReader:
                 return StudyRows(None, [])
             known = self._ended.find(study_id) or {}
             trials = _read_trials(connection, study_id, known)
-        if len(trials) > len(known):
-            self._ended.keep(study_id, {row.number: row for row in trials if row.state.is_finished()})
+        ended = {row.number: row for row in trials if row.number not in known and row.state.is_finished()}
+        if ended:
+            self._ended.keep(study_id, {**known, **ended})
         return StudyRows(study_id, trials)
 
 
