@@ -154,24 +154,35 @@ class Reconciler:
         room = self._running_sweeps - sum(record.state in WITH_DRIVER for record in records)
         following = self._records.first_in_queue(max(0, room))  # however many wait
         for record in [*records, *following, *self._records.list_left_behind()]:
-            if not self._acts():  # this round has taken so long that another controller has taken over
-                return
             try:
-                self._look_at(record)
+                if self._is_as_wished(record):
+                    continue
+                if not self._acts():  # this round has taken so long that another controller has taken over
+                    return
+                self._bring_along(record)
             except Exception:
                 words = "sweep %s could not be brought to what is wished for"
                 log.exception(words, record.id, extra={"sweep_id": record.id})
 
-    def _look_at(self, record: SweepRecord) -> None:
+    def _is_as_wished(self, record: SweepRecord) -> bool:
+        """Whether there is nothing to do but wait. Changes nothing: it may be asked without the lease."""
         match record.state:
-            case "queued":
-                self._start_driver(record)
+            case "queued" | "cancelling" | "deleting":
+                return False
             case "running" | "stopping":
-                if not self._has_driver(record):
-                    self._start_driver(record)
+                return self._has_driver(record)
             case "pausing":
-                if not self._has_driver(record) or now() - record.state_since > TIME_TO_PAUSE:
-                    self._close(record, "park")
+                return self._has_driver(record) and now() - record.state_since <= TIME_TO_PAUSE
+            case _:  # a driver that has done its work may end by itself
+                alive = record.driver is not None and self._launcher.is_alive(record.driver)
+                return alive and now() - record.state_since < TIME_TO_END
+
+    def _bring_along(self, record: SweepRecord) -> None:
+        match record.state:
+            case "queued" | "running" | "stopping":
+                self._start_driver(record)
+            case "pausing":
+                self._close(record, "park")
             case "cancelling":
                 self._close(record, "close", failure=Failure("cancelled", "the sweep was cancelled"))
             case "deleting":
@@ -181,9 +192,6 @@ class Reconciler:
 
     def _clean_up(self, record: SweepRecord) -> None:
         """Remove what a driver that has done its work left; one that does not end by itself, too."""
-        alive = record.driver is not None and self._launcher.is_alive(record.driver)
-        if alive and now() - record.state_since < TIME_TO_END:
-            return
         self._launcher.end(record.id)
         self._records.set_driver(record.id, record.generation, None)
 

@@ -574,6 +574,31 @@ def test_controller_that_has_lost_its_lease_in_the_middle_of_a_round_does_nothin
     assert world.states() == {"s1": "running", "s2": "queued"}
 
 
+def test_a_look_at_sweeps_that_are_as_wished_asks_for_the_lease_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.submit("s1", "s2", "s3")
+    world.reconciler._running_sweeps = 3
+    world.look()
+    asked: list[str] = []
+    hold = world.records.hold_lease
+
+    def counted(name: str, *rest: Any) -> bool:
+        asked.append(name)
+        return hold(name, *rest)
+
+    monkeypatch.setattr(world.records, "hold_lease", counted)
+    world.records.ask("s2", "stop")
+    world.records.ask("s3", "pause")
+    world.look()
+    assert len(asked) == 1
+    world.finish("s1")
+    world.records.ask("s2", "cancel")
+    world.look()
+    assert len(asked) == 1 + 1 + 2, "and once for each that is moved, or cleaned up after"
+    assert world.states() == {"s1": "succeeded", "s2": "cancelled", "s3": "pausing"}
+
+
 def test_controller_that_wakes_after_another_one_has_acted_ends_no_trial(url: str) -> None:
     """It slept between taking a cancelled sweep's generation and writing its trials' ends."""
     engine = open_engine(url)
