@@ -26,8 +26,10 @@ import psutil
 from pydantic import SecretStr
 from sqlalchemy import create_engine, text
 
-from benchmarks.filling import fill
+from benchmarks.filling import count_on, fill
 from benchmarks.simulated import LOOK_S, Clients, Simulation, Timed, Training, sweep_spec
+from service.errors import INTERRUPTED
+from service.running import Interrupted, Signals
 from service.settings import Settings
 from tests.databases import PostgreSQL
 from trials.driver import BEAT_S
@@ -171,13 +173,14 @@ def family_of(postgresql: PostgreSQL) -> list[psutil.Process]:
     return [postmaster, *postmaster.children(recursive=True)]
 
 
-def measure(given: argparse.Namespace, folder: Path) -> None:
+def measure(given: argparse.Namespace, folder: Path, signals: Signals) -> None:
     clients = Clients()
     with database(given.database, folder) as (settings, server):
         simulation = Simulation(settings, given.workers, given.seed, clients=clients)
         spec = SweepSpec.model_validate(sweep_spec(given.trials, given.epochs, given.seed))
         load = load_of(spec, given.sweeps, given.workers, given.epoch_seconds)
-        sweep_ids = fill_tables(simulation, given)
+        simulation.every(LOOK_S, lambda: signals.pause(0))
+        sweep_ids = fill_tables(simulation, given, signals)
         said("the drivers start")
         simulation.are_looked_at = True
         simulation.training = Training(epoch_s=given.epoch_seconds)
@@ -205,7 +208,7 @@ def measure(given: argparse.Namespace, folder: Path) -> None:
         simulation.close()
 
 
-def fill_tables(simulation: Simulation, given: argparse.Namespace) -> list[str]:
+def fill_tables(simulation: Simulation, given: argparse.Namespace, signals: Signals) -> list[str]:
     """A sweep that runs, and all others with as many copies of its trials as they are to have already."""
     simulation.are_looked_at = False
     simulation.training = Training(epoch_s=0.5)
@@ -217,7 +220,11 @@ def fill_tables(simulation: Simulation, given: argparse.Namespace) -> list[str]:
     ]
     copies = int(given.trials * given.filled) // TEMPLATE_TRIALS
     said(f"{given.sweeps * copies * TEMPLATE_TRIALS:,} trials are copied into the tables")
-    fill(simulation.records, simulation.app.state.controller.storage, template, sweep_ids, copies)
+    storage = simulation.app.state.controller.storage
+    for sweep_id in sweep_ids:
+        signals.pause(0)
+        fill(simulation.records, storage, template, sweep_id, copies)
+    count_on(simulation.records.engine)
     return sweep_ids
 
 
@@ -306,9 +313,12 @@ def main() -> None:
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    with tempfile.TemporaryDirectory() as folder:
-        measure(given, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, Signals() as signals:
+        measure(given, Path(folder), signals)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Interrupted:
+        sys.exit(INTERRUPTED)
