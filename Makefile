@@ -10,7 +10,7 @@ LOCKING := --python-version 3.11 --python-platform x86_64-manylinux_2_28 --gener
     --custom-compile-command 'make lock'
 TORCH ?= --torch-backend cpu
 
-.PHONY: help sweep serve up test test-fast lint chaos leaks bench bench-api bench-forecast bench-scale bench-search rehearse lock clean
+.PHONY: help sweep serve up test test-fast lint chaos leaks bench bench-api bench-forecast bench-joining bench-scale bench-search rehearse lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -48,6 +48,9 @@ bench-api: $(VENV)/.installed ## how long the API takes to answer with 200 sweep
 
 bench-forecast: $(VENV)/.installed ## ten real sweeps beside what was forecast of them; about 15 minutes
 	$(BIN)/python -m benchmarks.forecast
+
+bench-joining: $(VENV)/.installed-dev ## from `ray start` to the first epoch on a node that joins a running sweep's cluster; about 3 minutes
+	$(BIN)/python -m benchmarks.joining
 
 bench-scale: $(VENV)/.installed-dev ## 100 sweeps on 1,000 simulated GPUs, on either database: who is busy first; about 15 minutes
 	$(BIN)/python -m benchmarks.scale --database sqlite
