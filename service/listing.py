@@ -63,17 +63,35 @@ def _asked(element: Any, compiler: Any, **options: Any) -> str:
     return f"json_valid({compiler.process(element.clauses, **options)})"
 
 
+class _is_whole(FunctionElement[bool]):
+    """Whether a text is a whole number: PostgreSQL fails the query over one that is none, SQLite reads 0."""
+
+    inherit_cache = True
+    type = Boolean()
+
+
+@compiles(_is_whole)
+def _matched(element: Any, compiler: Any, **options: Any) -> str:
+    return f"({compiler.process(element.clauses, **options)}) ~ '^-?[0-9]{{1,9}}$'"
+
+
+@compiles(_is_whole, "sqlite")
+def _either_way(_element: Any, _compiler: Any, **_options: Any) -> str:
+    return "true"
+
+
 def _of_spec(*path: str) -> ColumnElement[Any]:
     return case((_holds_json(sweeps.c.spec), sweeps.c.spec[path].as_string()))
 
 
+_PRIORITY = _of_spec("priority")
 RESOURCES = _of_spec("resources")
 """As JSON."""
 ORDERS: Mapping[str, ColumnElement[Any]] = {
     "created_at": sweeps.c.position,
     "state_since": sweeps.c.state_since,
     "name": func.coalesce(_of_spec("name"), ""),
-    "priority": func.coalesce(cast(_of_spec("priority"), Integer), 0),
+    "priority": func.coalesce(case((_is_whole(_PRIORITY), cast(_PRIORITY, Integer))), 0),
 }
 
 

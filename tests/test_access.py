@@ -1,12 +1,13 @@
 """Who may do what over real HTTP: tokens, browsers that sign in, hosts and origins, rates, and headers."""
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -28,7 +29,7 @@ from service.rates import Rates
 from service.settings import Settings, read_settings
 from service.sign_in import local_path
 from service.tokens import SCOPES, Tokens
-from tests.databases import database_of
+from tests.databases import database_of, environment_of, out_of_reach
 from tests.played_service import SPEC, played_service
 from tests.test_http import assert_problem
 
@@ -357,7 +358,8 @@ def test_who_may_ask_is_not_looked_up_for_every_request(tmp_path: Path) -> None:
 
 
 def test_a_database_that_is_away_is_said_to_be_and_asked_again_once_a_second(tmp_path: Path) -> None:
-    with closing(Tokens(open_engine(f"sqlite:///{tmp_path / 'away' / 'fraternal.db'}"))) as kept:
+    with ExitStack() as away, closing(Tokens(open_engine(database_of(tmp_path / "away")))) as kept:
+        away.enter_context(out_of_reach(tmp_path / "away"))
         tries: list[Any] = []
         event.listen(kept._engine, "do_connect", lambda *given: tries.append(given))
         application = Access(Echo("text/plain"), gate_of(kept))
@@ -366,7 +368,7 @@ def test_a_database_that_is_away_is_said_to_be_and_asked_again_once_a_second(tmp
             assert assert_problem(response, 503)["code"] == "database_away"
             assert response.headers["retry-after"] == "1"
         assert len(tries) <= 2
-        (tmp_path / "away").mkdir()
+        away.close()
         migrate(kept._engine)
         time.sleep(FRESH_S)
         assert asked(application, {}).status_code == 200
@@ -917,7 +919,10 @@ def test_a_service_off_loopback_starts_with_a_token_and_says_so(tmp_path: Path) 
     with closing(tokens_of(tmp_path)) as kept:
         _, written = kept.create("first", "read", None)
     serve = [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--data-dir", str(tmp_path)]
-    process = subprocess.Popen([*serve, "--host", "0.0.0.0"], stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, **environment_of(tmp_path)}
+    process = subprocess.Popen(
+        [*serve, "--host", "0.0.0.0"], stdout=subprocess.PIPE, text=True, env=environment
+    )
     try:
         assert process.stdout is not None
         said = [process.stdout.readline() for _ in range(5)]

@@ -26,7 +26,7 @@ from service.revisions import OURS, VERSION_TABLE
 from service.settings import Settings
 from service.studies import open_storage
 from service.tables import leases, sweeps
-from tests.databases import PostgreSQL
+from tests.databases import PostgreSQL, settings_of
 from tests.fakes import epoch_fields, spec
 from trials.store import SUMS, CheckpointStore, unpack
 from trials.studies import open_study
@@ -106,8 +106,8 @@ def settings_for(url: str, data_dir: Path) -> Settings:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Service]:
-    """One on SQLite, where it is not the database that matters."""
-    made = Service(Settings(data_dir=tmp_path / "original"))
+    """One, where it is not the database that matters."""
+    made = Service(settings_of(tmp_path / "original"))
     made.run()
     yield made
     made.close()
@@ -135,8 +135,8 @@ def test_restored_service_has_every_row_and_file_but_knows_no_driver(
 ) -> None:
     before = service.rows()
     make_backup(service.settings, tmp_path / "backup", quiet)
-    made = restore_backup(tmp_path / "backup", Settings(data_dir=tmp_path / "new"), quiet)
-    restored = Service(Settings(data_dir=tmp_path / "new"))
+    made = restore_backup(tmp_path / "backup", settings_of(tmp_path / "new"), quiet)
+    restored = Service(settings_of(tmp_path / "new"))
     after = restored.rows()
     assert (made.sweeps, made.checkpoints) == (2, 5)
     assert service.rows() == before, "a backup changes nothing"
@@ -158,11 +158,12 @@ def test_restored_service_has_every_row_and_file_but_knows_no_driver(
     restored.close()
 
 
+@pytest.mark.sqlite_only("PostgreSQL keeps nothing in a column of JSON that is none")
 def test_row_that_cannot_be_understood_is_copied_as_it_is(small: Service, tmp_path: Path) -> None:
     with small.engine.begin() as connection:
         connection.execute(text("""UPDATE fraternal_sweeps SET spec = '{"a": tru' WHERE id = 's2'"""))
     make_backup(small.settings, tmp_path / "backup", quiet)
-    restore_backup(tmp_path / "backup", Settings(data_dir=tmp_path / "new"), quiet)
+    restore_backup(tmp_path / "backup", settings_of(tmp_path / "new"), quiet)
     engine = create_engine(f"sqlite:///{tmp_path / 'new' / DATABASE}")
     with engine.connect() as connection:
         written = connection.execute(text("SELECT spec FROM fraternal_sweeps WHERE id = 's2'")).scalar_one()
@@ -236,6 +237,7 @@ def test_open_trials_have_the_checkpoints_of_the_moment_however_late_they_are_re
     assert f"{sha256}  checkpoints/s1/t00000/best.tar" in (tmp_path / "backup" / SUMS).read_text()
 
 
+@pytest.mark.sqlite("a backup is a file of SQLite")
 def test_rows_are_those_of_one_moment_whatever_is_written_meanwhile(service: Service, tmp_path: Path) -> None:
     def write(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
         if "FROM fraternal_events" in statement:  # the last table to be copied
@@ -277,7 +279,7 @@ def test_what_a_killed_backup_left_does_not_look_like_one_and_is_replaced(
     make_backup(small.settings, left, quiet)
     (left / MANIFEST).unlink()
     with pytest.raises(CommandFailed, match="no backup"):
-        restore_backup(left, Settings(data_dir=tmp_path / "new"), quiet)
+        restore_backup(left, settings_of(tmp_path / "new"), quiet)
     make_backup(small.settings, tmp_path / "backup", quiet)
     assert not left.exists()
 
@@ -307,11 +309,11 @@ def test_damage_of_any_file_is_found_and_named_before_anything_is_written(
         shutil.copytree(tmp_path / "backup", damaged)
         damages()[how](damaged / name)
         with pytest.raises(CommandFailed, match=r"damaged|incomplete|no backup") as raised:
-            restore_backup(damaged, Settings(data_dir=tmp_path / "new"), quiet)
+            restore_backup(damaged, settings_of(tmp_path / "new"), quiet)
         assert name == SUMS or str(damaged / name) in str(raised.value)
         assert not (tmp_path / "new").exists()
         shutil.rmtree(damaged)
-    restore_backup(tmp_path / "backup", Settings(data_dir=tmp_path / "new"), quiet)
+    restore_backup(tmp_path / "backup", settings_of(tmp_path / "new"), quiet)
 
 
 def test_folder_that_holds_something_is_neither_backed_up_nor_restored_to(
@@ -325,7 +327,7 @@ def test_folder_that_holds_something_is_neither_backed_up_nor_restored_to(
         restore_backup(tmp_path / "backup", small.settings, quiet)
     assert contents(tmp_path) == before
     (tmp_path / "empty").mkdir()
-    restore_backup(tmp_path / "backup", Settings(data_dir=tmp_path / "empty"), quiet)
+    restore_backup(tmp_path / "backup", settings_of(tmp_path / "empty"), quiet)
 
 
 # Of other versions, and of what is not well.
@@ -351,7 +353,7 @@ def test_backup_of_a_newer_version_is_refused_by_the_versions_name(
     rewrite(tmp_path / "backup" / MANIFEST, '"fraternal": "0.1.0"', '"fraternal": "9.9"')
     rewrite(tmp_path / "backup" / MANIFEST, old, new)
     with pytest.raises(CommandFailed, match=words):
-        restore_backup(tmp_path / "backup", Settings(data_dir=tmp_path / "new"), quiet)
+        restore_backup(tmp_path / "backup", settings_of(tmp_path / "new"), quiet)
     assert not (tmp_path / "new").exists()
 
 
@@ -372,7 +374,7 @@ def test_checkpoints_that_are_damaged_or_gone_are_said_and_left_out(small: Servi
     assert len(made.missing) == 2
     assert "best checkpoint of trial 1 of s1 is gone" in made.missing[0]
     assert "checkpoints/s1/t00002/last.tar" in made.missing[1]
-    restore_backup(tmp_path / "backup", Settings(data_dir=tmp_path / "new"), quiet)
+    restore_backup(tmp_path / "backup", settings_of(tmp_path / "new"), quiet)
     assert epochs_in(tmp_path / "new", FAILED) == {"best.tar": b"1"}
 
 
@@ -389,6 +391,7 @@ def test_commands_say_what_they_made_and_how_to_go_on(small: Service, tmp_path: 
     assert f"fraternal serve --data-dir {new}" in done.stdout
 
 
+@pytest.mark.sqlite_only("its database is in there")
 def test_data_directory_that_is_not_there_is_named_and_not_made(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["backup", str(tmp_path / "b"), "--data-dir", str(tmp_path / "no")])
     assert done.exit_code == 1

@@ -120,6 +120,7 @@ def database(tmp_path: Path) -> Iterator[SQLite]:
         yield one
 
 
+@pytest.mark.sqlite_only("somebody has its lock")
 def test_sqlite_that_was_taken_away_takes_no_write_until_it_is_given_back(
     tmp_path: Path, database: SQLite
 ) -> None:
@@ -137,6 +138,7 @@ def test_sqlite_that_was_taken_away_takes_no_write_until_it_is_given_back(
 
 
 @pytest.mark.slow
+@pytest.mark.sqlite("one of the rounds is over SQLite")
 def test_two_disturbed_sweeps_end_as_if_nothing_had_died(capsys: pytest.CaptureFixture[str]) -> None:
     """A short `make chaos`: one over SQLite, one over PostgreSQL; with this seed most things die soon."""
     assert main(["--rounds", "2", "--trials", "6", "--seed", "345"]) == 0, capsys.readouterr().out

@@ -29,6 +29,7 @@ from service.client import ApiError, CorruptDownload, FraternalClient, ServiceUn
 from service.launcher import marked_processes
 from service.local import _Interrupts
 from service.progress import ProgressDisplay, Snapshot, duration, follow, of_sweep, of_training
+from tests.databases import environment_of
 from tests.played_service import HELD, SPEC, played_service, submit, wait_for, wait_for_an_epoch
 from tests.service_process import traces, write_corpus
 from trials.attempt import run_attempt
@@ -69,7 +70,7 @@ def client(url: str) -> Iterator[FraternalClient]:
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
 
 
@@ -444,7 +445,10 @@ def test_durations_read_like_a_clock(seconds: float, written: str) -> None:
 @pytest.fixture
 def served() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [*FRATERNAL, "serve", "--port", "0", "--data-dir", "served"], stdout=subprocess.PIPE, text=True
+        [*FRATERNAL, "serve", "--port", "0", "--data-dir", "served"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment_of(Path("served"))},
     )
     yield process
     process.kill()
@@ -472,6 +476,7 @@ def test_a_second_service_on_the_same_data_is_refused(served: subprocess.Popen[s
         capture_output=True,
         text=True,
         timeout=60,
+        env={**os.environ, **environment_of(Path("served"))},
     )
     assert second.returncode == 1
     assert f"in use by the service with process id {served.pid}" in second.stderr
@@ -1160,6 +1165,7 @@ def left_behind() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.sqlite("the quick start's own service")
 def test_the_quick_start_ends_with_a_checked_model_and_leaves_no_process() -> None:
     process = start_quickstart()
     out, _ = process.communicate(timeout=240)
@@ -1170,6 +1176,7 @@ def test_the_quick_start_ends_with_a_checked_model_and_leaves_no_process() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.sqlite("the quick start's own service")
 @pytest.mark.parametrize(
     ("how", "when"),
     [

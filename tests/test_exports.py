@@ -292,6 +292,7 @@ def opened(content: bytes, folder: Path) -> optuna.Study:
     return study
 
 
+@pytest.mark.sqlite("what is exported is a file of SQLite")
 def test_optunas_own_library_reads_the_same_study(controller: SweepController, tmp_path: Path) -> None:
     taken = opened(made(controller, Format.optuna), tmp_path)
     ours = optuna.load_study(study_name=SWEEP, storage=controller.storage)

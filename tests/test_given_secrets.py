@@ -21,7 +21,7 @@ from service.database import migrate, open_engine
 from service.errors import CommandFailed
 from service.settings import Settings, read_settings
 from service.tokens import Tokens
-from tests.databases import PostgreSQL
+from tests.databases import PostgreSQL, environment_of
 
 PASSWORD = "p@ss:w/rd %20 #?"
 """Which no URL may have as it stands."""
@@ -186,6 +186,7 @@ class Served:
             stderr=subprocess.STDOUT,
             env={
                 **os.environ,
+                **environment_of(data_dir),
                 "FRATERNAL_HOST": "0.0.0.0",
                 "FRATERNAL_PORT": "0",
                 "FRATERNAL_DATA_DIR": str(data_dir),

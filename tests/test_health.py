@@ -1,6 +1,7 @@
 """Alive or ready: what is missing is said, and who starts and ends drivers."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from service.launcher import LocalLauncher
 from service.reconciler import LEASE_NAME, Reconciler
 from service.settings import Settings
 from service.sweeps import SweepController, build_controller
+from tests.databases import environment_of
 from tests.fakes import MemoryLauncher
 
 
@@ -146,7 +148,10 @@ def serving(data_dir: Path, *options: str) -> Iterator[tuple[httpx.Client, subpr
         str(data_dir),
         *options,
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, **environment_of(data_dir)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         try:
             assert process.stdout is not None
             announced = [process.stdout.readline().split() for _ in range(4)]

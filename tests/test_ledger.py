@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optuna.exceptions import StorageInternalError
-from optuna.storages import BaseStorage, InMemoryStorage, get_storage
+from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import event, text
 
 import trials.ledger
 from service.studies import open_storage
+from tests.databases import NO_TYPES, database_of
 from tests.fakes import (
     SWEEP,
     Countdown,
@@ -900,7 +901,7 @@ def test_sweep_that_is_paused_before_or_between_trials_is_not_over(storage: Base
 
 def test_id_of_a_removed_study_is_never_given_to_another_one(tmp_path: Path) -> None:
     """Another process's cache may still have the old trials under it; SQLite would give it again."""
-    url = f"sqlite:///{tmp_path / 'optuna.db'}"
+    url = database_of(tmp_path)
     storage, other = get_storage(open_storage(url)), get_storage(open_storage(url))
     used = set()
     for name in ("s1", "s2", "s3"):
@@ -1098,21 +1099,21 @@ def test_limit_that_was_raised_at_the_last_moment_is_none(storage: BaseStorage) 
 @pytest.mark.parametrize(
     "damage",
     [
-        "UPDATE trials SET state = 'ODD'",
+        pytest.param("UPDATE trials SET state = 'ODD'", marks=NO_TYPES),
         "UPDATE trial_user_attributes SET value_json = '{dam'",
         "UPDATE trial_params SET distribution_json = '{dam'",
         "UPDATE trial_params SET distribution_json = '{}'",
-        "UPDATE trials SET datetime_start = 'yesterday'",
+        pytest.param("UPDATE trials SET datetime_start = 'yesterday'", marks=NO_TYPES),
     ],
 )
 def test_damaged_rows_are_told_of_as_such_and_hide_no_other_study(tmp_path: Path, damage: str) -> None:
-    written = open_storage(f"sqlite:///{tmp_path / 'studies.db'}")
+    written = open_storage(database_of(tmp_path))
     drive(open_ledger(spec(), written, MemoryJournal()))
     open_study(spec(), "s2", written)
     with written.engine.begin() as connection:
         connection.execute(text(damage))
         connection.execute(text("UPDATE study_user_attributes SET value_json = '{dam' WHERE study_id = 1"))
-    storage = get_storage(open_storage(f"sqlite:///{tmp_path / 'studies.db'}"))
+    storage = get_storage(open_storage(database_of(tmp_path)))
     with pytest.raises(DamagedRows):
         find_rows(SWEEP, storage)
     assert find_rows("s2", storage) == []
@@ -1123,11 +1124,8 @@ def test_damaged_rows_are_told_of_as_such_and_hide_no_other_study(tmp_path: Path
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Iterator[BaseStorage]:
-    backend = open_storage(f"sqlite:///{tmp_path / 'study.db'}")
-    yield get_storage(backend)
-    backend.remove_session()
-    backend.engine.dispose()
+def stored(optunas: RDBStorage) -> BaseStorage:
+    return get_storage(optunas)
 
 
 def test_a_report_asks_the_database_for_no_other_trial(stored: BaseStorage) -> None:

@@ -31,6 +31,7 @@ from service.schemas import Extension, RetryRequest
 from service.studies import study_to_go_on_with, write_down
 from service.sweeps import SweepController
 from service.tables import sweeps
+from tests.databases import fresh_database
 from tests.fakes import MemoryLauncher, failed, report, spec
 from trials.ledger import Fenced, StudyLedger
 from trials.store import CheckpointStore
@@ -105,7 +106,7 @@ class SweepsThatLive(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        engine = open_engine("sqlite://")
+        engine = open_engine(fresh_database())
         migrate(engine)
         self.records, self.storage = Records(engine), InMemoryStorage()
         self.launcher, self.store = MemoryLauncher(), CheckpointStore("memory://lifecycle")

@@ -3,10 +3,9 @@
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -241,7 +240,7 @@ def test_of_two_services_at_one_database_one_acts_and_the_other_takes_over(
     tmp_path: Path, corpus: Path
 ) -> None:
     shared = {
-        "FRATERNAL_DATABASE_URL": f"sqlite:///{tmp_path / 'shared.db'}",
+        "FRATERNAL_DATABASE_URL": databases.database_of(tmp_path),
         "FRATERNAL_STORE_URL": (tmp_path / "store").as_uri(),
     }
     with (
@@ -282,14 +281,12 @@ def test_raylet_or_gcs_that_dies_with_tunes_folder_gone_costs_nothing(
 
 
 def test_driver_waits_while_another_process_holds_the_database(
-    sqlite_only: None, service: ServiceProcess, corpus: Path, undisturbed: dict[int, str]
+    service: ServiceProcess, corpus: Path, undisturbed: dict[int, str]
 ) -> None:
     sweep_id = service.submit(small_spec(corpus))
     service.wait_for_epochs(sweep_id, 2)
-    with closing(sqlite3.connect(service.data_dir / "fraternal.db", timeout=60)) as holder:
-        holder.execute("BEGIN IMMEDIATE")
+    with databases.held(service.data_dir):
         time.sleep(25)  # longer than a lease
-        holder.rollback()
     sweep = service.wait_for_end(sweep_id)
     assert (sweep["state"], sweep["driver_generation"]) == ("succeeded", 1)
     assert_exactly_the_budget(service, sweep_id)

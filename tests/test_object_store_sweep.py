@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.databases import environment_of
 from tests.object_store import BUCKET, SECRET, S3Server
 from tests.service_process import (
     ServiceProcess,
@@ -92,9 +93,10 @@ def assert_is_fetched_by_ranges(url: str) -> None:
 def test_a_service_does_not_begin_with_a_store_that_somebody_must_see_to(
     s3: S3Server, tmp_path: Path, url: str, changed: dict[str, str], words: str
 ) -> None:
+    environment = {**s3.environment, **changed, **environment_of(tmp_path / "data")}
     said = subprocess.run(
         [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")],
-        env={**s3.environment, **changed, "FRATERNAL_STORE_URL": url, "PATH": "/usr/bin", "PYTHONPATH": "."},
+        env={**environment, "FRATERNAL_STORE_URL": url, "PATH": "/usr/bin", "PYTHONPATH": "."},
         capture_output=True,
         text=True,
         timeout=60,

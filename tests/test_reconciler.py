@@ -709,6 +709,7 @@ class OneDriver(LocalLauncher):
         return self.identity()
 
 
+@pytest.mark.sqlite_only("one lock for all who write; PostgreSQL ends who sleeps in a transaction")
 def test_real_process_that_is_frozen_with_the_write_lock_is_killed_for_it(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path)
     engine = open_engine(settings.resolved_database_url)

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import optuna
 import pytest
@@ -16,9 +17,11 @@ from sqlalchemy.exc import OperationalError
 
 from service.database import migrate, naive, now, open_engine
 from service.errors import IllegalMove, SweepNotFound
+from service.pages import SweepOrder, SweepQuery, read_page
 from service.records import FIRST_LEASE, LEASE, Records, SweepJournal, SweepRecord
 from service.studies import open_fenced_storage, open_storage
 from service.tables import epochs, metadata, sweeps
+from tests.databases import absent_database
 from tests.fakes import epoch_fields, spec
 from trials.ledger import Fenced
 from trials.spec import Budget, Resources
@@ -278,7 +281,7 @@ def test_running_sweeps_say_what_they_could_use_and_hear_it_of_one_another(
         records.add_sweep(name, spec(**changes, resources={"cpus": 2, "labels": {"zone": "a"}}))
     for name in ("s2", "s3", "s4"):
         records.claim(records.get_sweep(name), fruitless=0, epochs_done=0)
-    damage(records, "s3")
+    damage(records, "s3", {"resources": {"cpus": "many"}})
     records.ask("s4", "pause")
     found = {claim.sweep_id: claim for claim in journal.claims(wants=4)}
     assert found.keys() == {"s1", "s2"}, "one is damaged, one pauses"
@@ -294,11 +297,39 @@ def test_running_sweeps_say_what_they_could_use_and_hear_it_of_one_another(
         SweepJournal(records, "s2", 1).claims(wants=9)
 
 
-def damage(records: Records, sweep_id: str) -> None:
+def damage(records: Records, sweep_id: str, written: Any) -> None:
     """Its spec makes no sense any more."""
     with records.engine.begin() as connection:
-        written = update(sweeps).where(sweeps.c.id == sweep_id)
-        connection.execute(written.values(spec={"resources": {"cpus": "many"}}))
+        connection.execute(update(sweeps).where(sweeps.c.id == sweep_id).values(spec=written))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"priority": "high"},
+        {"priority": 1.5},
+        {"priority": 1e300},
+        {"priority": {}},
+        {"labels": 3},
+        [],
+        "x",
+        3,
+    ],
+    ids=str,
+)
+def test_a_sweep_whose_spec_is_damaged_keeps_no_other_from_the_queue_or_the_list(
+    claimed: SweepRecord, records: Records, written: Any
+) -> None:
+    for name in ("s2", "s3"):
+        records.add_sweep(name, spec(name=name, priority=7, labels={"of": "me"}))
+    damage(records, "s2", written)
+    assert "s3" in [record.id for record in records.first_in_queue(2)]
+    filters: list[dict[str, Any]] = [{}, {"name": "S3"}, {"labels": [("of", "me")]}]
+    for order, asked in product(get_args(SweepOrder), filters):
+        stamps, _ = records.page(SweepQuery(read_page(SweepOrder, order, 100, None), **asked))
+        assert "s3" in [stamp.id for stamp in stamps]
+    records.claim(records.get_sweep("s2"), fruitless=0, epochs_done=0)
+    assert {claim.sweep_id for claim in SweepJournal(records, "s1", 1).claims(wants=1)} == {"s1"}
 
 
 def test_released_driver_does_not_count_as_fruitless(claimed: SweepRecord, records: Records) -> None:
@@ -386,7 +417,7 @@ def test_times_come_back_aware_and_in_utc_wherever_the_process_is(
 
 def test_database_that_does_not_answer_says_so(tmp_path: Path) -> None:
     with pytest.raises(OperationalError):
-        Records(open_engine(f"sqlite:///{tmp_path / 'no' / 'such' / 'folder.db'}")).ping()
+        Records(open_engine(absent_database(tmp_path))).ping()
 
 
 # Requests.

@@ -1,6 +1,7 @@
 """A sweep's report over HTTP: JSON, Markdown and a page, which a process of its own draws."""
 
 import base64
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -168,7 +169,7 @@ def test_a_page_is_drawn_by_our_code_in_utf_8_wherever_the_service_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "numpy.py").write_text("raise RuntimeError('not ours')")
-    monkeypatch.setenv("PYTHONPATH", str(Path(service.__file__).parent.parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(service.__file__).parent.parent), prepend=os.pathsep)
     monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
     monkeypatch.chdir(tmp_path)
     with played_service(tmp_path / "data", plays=False) as client:

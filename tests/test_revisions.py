@@ -1,5 +1,6 @@
 """The laws of upgrades: rows of every released schema are kept, and what is newer is left alone."""
 
+import os
 import subprocess
 import sys
 from datetime import datetime
@@ -31,10 +32,11 @@ from service.database import migrate, open_engine
 from service.errors import IncompatibleDatabase
 from service.launcher import LocalLauncher
 from service.records import Records
-from service.revisions import OPTUNAS, OURS, VERSION_TABLE, check_schema
+from service.revisions import OPTUNAS, OURS, VERSION_TABLE, check_schema, shown
 from service.settings import Settings
 from service.studies import open_storage
 from service.tables import metadata
+from tests.databases import environment_of
 from tests.fakes import spec
 
 REVISIONS = list(reversed(OURS.known()))
@@ -205,10 +207,11 @@ def test_serve_says_in_one_line_that_a_database_is_newer(tmp_path: Path) -> None
     make_database(url)
     write_revision(url, VERSION_TABLE, "999")
     command = [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--data-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, **environment_of(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"fraternal: the database {url} is newer than this program")
+    assert line.startswith(f"fraternal: the database {shown(url)} is newer than this program")
 
 
 def test_database_whose_optuna_is_older_is_refused_with_the_way_out(url: str) -> None:
@@ -227,6 +230,7 @@ def test_driver_needs_the_newest_schema_and_a_service_brings_it(url: str) -> Non
         check_schema(url, served=True)
 
 
+@pytest.mark.sqlite_only("nobody makes another by connecting")
 def test_database_that_is_not_there_is_not_made_by_looking(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'fraternal.db'}"
     check_schema(url)

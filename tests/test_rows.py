@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy import event, text
 
 from service.studies import open_storage
+from tests.databases import NO_TYPES
 from trials.rows import CONFIG, Remembered, TrialReader, TrialRow
 from trials.studies import DamagedRows, delete_study
 
@@ -148,27 +149,24 @@ def test_a_study_of_the_same_name_is_another_one(storage: BaseStorage) -> None:
 
 
 DAMAGE = [
-    "UPDATE trials SET datetime_start = 'yesterday'",
+    pytest.param("UPDATE trials SET datetime_start = 'yesterday'", marks=NO_TYPES),
     "UPDATE trial_user_attributes SET value_json = '{dam'",
     "UPDATE trial_params SET distribution_json = '{dam'",
     "UPDATE trial_params SET distribution_json = '{}'",
-    "UPDATE trials SET state = 'ODD'",
+    pytest.param("UPDATE trials SET state = 'ODD'", marks=NO_TYPES),
 ]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_rows_are_told_of_as_such(tmp_path: Any, damage: str) -> None:
-    database = open_storage(f"sqlite:///{tmp_path / 'studies.db'}")
-    fill(get_storage(database))
-    with database.engine.begin() as connection:
+def test_damaged_rows_are_told_of_as_such(optunas: RDBStorage, damage: str) -> None:
+    fill(get_storage(optunas))
+    with optunas.engine.begin() as connection:
         connection.execute(text(damage))
-    reader = TrialReader(database)
+    reader = TrialReader(optunas)
     with pytest.raises(DamagedRows):
         reader.read("s1")
     with pytest.raises(DamagedRows):
         reader.find("s1", 0)
-    database.remove_session()
-    database.engine.dispose()
 
 
 def test_one_trial_is_found_whatever_others_there_are(storage: BaseStorage, database: RDBStorage) -> None:

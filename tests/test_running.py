@@ -15,6 +15,7 @@ from service.settings import own_database_url
 from service.tokens import Tokens
 
 QUIET = Console(quiet=True)
+pytestmark = pytest.mark.sqlite("a service for the length of a command is told of no database")
 
 
 def pid_of(data_dir: Path) -> int:

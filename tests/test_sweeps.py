@@ -30,6 +30,7 @@ from service.studies import open_storage
 from service.sweeps import SweepController
 from service.tables import sweeps
 from service.views import SweepViews
+from tests.databases import absent_database
 from tests.fakes import MemoryLauncher, checkpoint_files, failed, report, reports, spec, verified, with_loss
 from tests.service_process import write_corpus
 from trials.ledger import StudyLedger
@@ -365,7 +366,7 @@ def test_readiness_names_what_does_not_answer(
     controller: SweepController, records: Records, tmp_path: Path
 ) -> None:
     assert controller.check_ready() == []
-    broken = Records(open_engine(f"sqlite:///{tmp_path / 'no' / 'folder.db'}"))
+    broken = Records(open_engine(absent_database(tmp_path)))
     controller.records = broken
     assert controller.check_ready() == ["the database does not answer: OperationalError"]
 

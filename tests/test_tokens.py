@@ -22,6 +22,7 @@ from service.studies import open_storage
 from service.tables import sessions, tokens
 from service.token_commands import parse_lasting
 from service.tokens import SCOPES, SESSION_LASTS, Holders, Session, Token, Tokens
+from tests.databases import settings_of
 
 DAY = timedelta(days=1)
 
@@ -153,7 +154,7 @@ def test_each_scope_may_do_what_those_before_it_may(kept: Tokens) -> None:
 
 
 def test_a_backup_has_the_tokens_and_no_browsers_session(tmp_path: Path) -> None:
-    settings = Settings(data_dir=tmp_path / "data")
+    settings = settings_of(tmp_path / "data")
     settings.data_dir.mkdir()
     open_storage(settings.resolved_database_url)
     with closing(Tokens(open_engine(settings.resolved_database_url))) as kept:
@@ -161,7 +162,7 @@ def test_a_backup_has_the_tokens_and_no_browsers_session(tmp_path: Path) -> None
         token, written = kept.create("ci", "write", None)
         kept.open_session(token)
     make_backup(settings, tmp_path / "backup", lambda *_: None)
-    restored = Settings(data_dir=tmp_path / "restored")
+    restored = settings_of(tmp_path / "restored")
     restore_backup(tmp_path / "backup", restored, lambda *_: None)
     with closing(Tokens(open_engine(restored.resolved_database_url))) as kept:
         holders = kept.holders()

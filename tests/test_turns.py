@@ -15,6 +15,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from service.database import migrate, open_engine
 from service.studies import open_storage
 from service.tables import totals
+from tests.databases import held
 from tests.played_service import SPEC, played_service
 
 
@@ -30,8 +31,7 @@ def test_those_who_look_are_answered_while_those_who_write_wait(data_dir: Path) 
         def submit(_: int) -> int:
             return client.post("/v1/sweeps", json=SPEC, timeout=60).status_code
 
-        with closing(sqlite3.connect(data_dir / "fraternal.db", isolation_level=None)) as holder:
-            holder.execute("BEGIN IMMEDIATE")
+        with held(data_dir):
             waiting = [clients.submit(submit, number) for number in range(12)]
             asked = [
                 clients.submit(client.post, f"/v1/sweeps/{sweep_id}:pause", timeout=60) for _ in range(50)
@@ -42,7 +42,6 @@ def test_those_who_look_are_answered_while_those_who_write_wait(data_dir: Path) 
             events = client.get(f"/v1/sweeps/{sweep_id}/events", headers={"accept": "application/json"})
             assert events.status_code == 200
             assert not any(future.done() for future in waiting + asked), "the lock is held all the time"
-            holder.execute("ROLLBACK")
         assert [future.result() for future in waiting] == [201] * 12
         assert {future.result().status_code for future in asked} == {202}
 
@@ -55,7 +54,7 @@ def test_an_endpoint_that_takes_turns_is_described_as_it_was(data_dir: Path) -> 
         assert client.get("/v1/sweeps", params={"page_size": 0}).status_code == 422
 
 
-# The database's own lock.
+# SQLite's own lock.
 
 
 @pytest.fixture
@@ -65,6 +64,9 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     migrate(opened)
     yield opened
     opened.dispose()
+
+
+ONE_LOCK = pytest.mark.sqlite_only("one lock for all who write")
 
 
 def impatient(engine: Engine) -> Engine:
@@ -91,6 +93,7 @@ def in_time(act: Callable[[], None]) -> None:
     assert not thread.is_alive()
 
 
+@ONE_LOCK
 def test_writers_of_a_process_are_never_told_that_the_database_is_locked(
     engine: Engine, tmp_path: Path
 ) -> None:
@@ -106,6 +109,7 @@ def test_writers_of_a_process_are_never_told_that_the_database_is_locked(
     optunas.engine.dispose()
 
 
+@ONE_LOCK
 def test_a_turn_is_given_back_however_a_transaction_ends(engine: Engine) -> None:
     add(engine, "a")
     with pytest.raises(IntegrityError):
@@ -128,6 +132,7 @@ def test_a_turn_is_given_back_however_a_transaction_ends(engine: Engine) -> None
     assert count(engine) == 7
 
 
+@ONE_LOCK
 def test_who_only_reads_waits_for_nobody(engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(insert(totals).values(name="a", value=1))
@@ -135,6 +140,7 @@ def test_who_only_reads_waits_for_nobody(engine: Engine) -> None:
     assert count(engine) == 1
 
 
+@ONE_LOCK
 def test_another_process_may_hold_the_lock_all_the_same(engine: Engine, tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "fraternal.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -146,6 +152,7 @@ def test_another_process_may_hold_the_lock_all_the_same(engine: Engine, tmp_path
         assert connection.execute(text("SELECT name FROM fraternal_totals")).scalars().all() == ["b"]
 
 
+@ONE_LOCK
 def test_in_memory_databases_share_no_turn() -> None:
     first, second = open_engine("sqlite://"), open_engine("sqlite://")
     for opened in (first, second):
