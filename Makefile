@@ -10,7 +10,7 @@ LOCKING := --python-version 3.11 --python-platform x86_64-manylinux_2_28 --gener
     --custom-compile-command 'make lock'
 TORCH ?= --torch-backend cpu
 
-.PHONY: help sweep serve up test test-fast lint chaos leaks bench bench-api bench-forecast bench-joining bench-scale bench-search rehearse lock clean
+.PHONY: help sweep serve up test test-fast test-postgresql lint chaos leaks bench bench-api bench-forecast bench-joining bench-scale bench-search rehearse lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -26,6 +26,9 @@ test: lint ## every check and every test; about 35 minutes on 2 cores
 
 test-fast: lint ## without the tests that start Ray, a browser or longer training; under 2 minutes
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+
+test-postgresql: $(VENV)/.installed-dev ## every test that has to do with a database on PostgreSQL, which it brings; WITH='-m "not slow"': 
+	FRATERNAL_TEST_DATABASE=postgresql $(BIN)/python -m pytest -n 2 --dist loadfile $(WITH)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     Connection,
     Engine,
     Insert,
@@ -121,7 +122,7 @@ def _with_state(query: Select[Any]) -> Select[Any]:
 
 
 _AFTER = _with_state(
-    select(events).where(events.c.id > bindparam("event_id", type_=Integer)).order_by(events.c.id)
+    select(events).where(events.c.id > bindparam("event_id", type_=BigInteger)).order_by(events.c.id)
 )
 _LATEST = _with_state(select(events).order_by(events.c.id.desc()))
 

@@ -22,7 +22,8 @@ from trials.spec import Text
 SweepOrder = Literal["created_at", "name", "priority", "state_since"]
 TrialOrder = Literal["number", "best_valid_perplexity", "epochs_done"]
 
-_Number = Annotated[int, Field(ge=-(2**53), le=2**53)]
+_Number = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""As far as a column counts; PostgreSQL fails a query that goes further."""
 _COUNTED: TypeAdapter[Any] = TypeAdapter(tuple[str, _Number, _Number])
 _KINDS: dict[str, TypeAdapter[Any]] = {
     "created_at": _COUNTED,

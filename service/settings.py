@@ -145,7 +145,7 @@ class Settings(BaseSettings):
         if url.get_backend_name() not in {"sqlite", "postgresql"} or url.database in {None, "", ":memory:"}:
             raise ValueError(
                 f"database {url.render_as_string()} cannot be used: it must be a file of SQLite, "
-                "sqlite:////srv/fraternal.db, or a database of PostgreSQL, postgresql+psycopg://host/name"
+                "sqlite:////srv/fraternal.db, or a database of PostgreSQL, postgresql://host/name"
             )
         return self
 
@@ -156,16 +156,16 @@ class Settings(BaseSettings):
 
     @property
     def resolved_database_url(self) -> str:
-        """With its password."""
+        """With its password, and the driver of PostgreSQL that our extra brings."""
         if self.database_url is None:
             return own_database_url(self.data_dir)
         written = self.database_url.get_secret_value()
-        if self.database_password is None:
-            return written
-        url = make_url(written)
-        if url.get_backend_name() != "postgresql" or url.password:
-            return written
-        return url.set(password=self.database_password.get_secret_value()).render_as_string(False)
+        url = given = make_url(written)
+        if url.drivername in {"postgresql", "postgres"}:  # by which SQLAlchemy means psycopg2, or nothing
+            url = url.set(drivername="postgresql+psycopg")
+        if url.get_backend_name() == "postgresql" and self.database_password is not None and not url.password:
+            url = url.set(password=self.database_password.get_secret_value())
+        return written if url is given else url.render_as_string(hide_password=False)
 
     @property
     def resolved_store_url(self) -> str:

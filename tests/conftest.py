@@ -6,10 +6,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib
+import re
 import subprocess
 import threading
 from collections import deque
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,22 @@ if on_postgresql():
     DATABASES = ["postgresql"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU is there"))
         law = item.get_closest_marker("sqlite_only")
         if law and on_postgresql():
             item.add_marker(pytest.mark.skip(reason=f"SQLite alone: {law.args[0]}"))
+    if on_postgresql():
+        config.hook.pytest_deselected(items=[item for item in items if not _may_need_a_database(item.path)])
+        items[:] = [item for item in items if _may_need_a_database(item.path)]
+
+
+@cache
+def _may_need_a_database(path: Path) -> bool:
+    """Whether a file of tests so much as mentions a service, or Optuna's tables."""
+    return re.search(r"service|any_storage", path.read_text()) is not None
 
 
 @pytest.fixture(scope="session", autouse=True)

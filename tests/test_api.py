@@ -1,5 +1,6 @@
 """The API that people build on: pages, changes, points, single trials, requests that are carried out once."""
 
+import base64
 import json
 import socket
 import threading
@@ -165,6 +166,29 @@ def test_token_is_of_use_with_its_own_question_only(idle: httpx.Client) -> None:
         ]
         assert error["code"] == "other_page_token"
     assert len(ids(idle.get("/v1/sweeps", params={"page_token": token, "page_size": 2}))) == 2
+
+
+@pytest.mark.parametrize("far", [2**31, 2**53, -(2**40)])
+@pytest.mark.parametrize("order_by", ["created_at", "priority", "name"])
+def test_a_token_that_counts_further_than_a_database_does_is_none(
+    idle: httpx.Client, order_by: str, far: int
+) -> None:
+    for _ in range(2):
+        submit(idle)
+    asked = {"order_by": order_by, "page_size": 1}
+    token = idle.get("/v1/sweeps", params=asked).json()["next_page_token"]
+    *rest, _ = json.loads(base64.urlsafe_b64decode(token + "=="))
+    forged = base64.urlsafe_b64encode(json.dumps([*rest, far]).encode()).decode().rstrip("=")
+    response = idle.get("/v1/sweeps", params={**asked, "page_token": forged})
+    assert assert_problem(response, 422)["errors"][0]["code"] == "bad_page_token"
+
+
+@pytest.mark.parametrize("last", ["9" * 10, "9" * 18])
+def test_a_cursor_that_counts_further_than_a_database_does_finds_no_sweep(
+    idle: httpx.Client, last: str
+) -> None:
+    for asked in ({"params": {"after": last}}, {"headers": {"last-event-id": last}}):
+        assert_problem(idle.get("/v1/sweeps/s404/events", **asked), 404)
 
 
 def test_trials_are_listed_by_what_is_asked_for(client: httpx.Client, ended: str) -> None:

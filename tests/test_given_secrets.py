@@ -97,6 +97,9 @@ def test_the_password_goes_into_a_url_that_has_none(folder: Path) -> None:
     assert Settings(database_url=settings.resolved_database_url).resolved_database_url == (
         settings.resolved_database_url
     ), "as a driver has it"
+    for scheme in ("postgresql:", "postgres:"):
+        short = Settings(database_url=URL.replace("postgresql+psycopg:", scheme))
+        assert short.resolved_database_url == settings.resolved_database_url
     own = URL.replace("fraternal@", "fraternal:own@")
     assert Settings(database_url=own).resolved_database_url == own
     assert "p@ss" not in Settings(database_url="sqlite:////srv/a.db").resolved_database_url

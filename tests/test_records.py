@@ -305,16 +305,7 @@ def damage(records: Records, sweep_id: str, written: Any) -> None:
 
 @pytest.mark.parametrize(
     "written",
-    [
-        {"priority": "high"},
-        {"priority": 1.5},
-        {"priority": 1e300},
-        {"priority": {}},
-        {"labels": 3},
-        [],
-        "x",
-        3,
-    ],
+    [*({"priority": wrong} for wrong in ("high", 1.5, 1e300, {})), {"labels": 3}, [], "x", 3],
     ids=str,
 )
 def test_a_sweep_whose_spec_is_damaged_keeps_no_other_from_the_queue_or_the_list(
