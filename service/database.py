@@ -16,6 +16,8 @@ POSTGRESQL = {"options": "-c idle_in_transaction_session_timeout=30000"}
 """How it is connected to. A process that is frozen in the middle of a write would keep its locks for ever."""
 
 
+# A pool has a connection for every thread that may want one: else who waits for a lock would have those that
+# readers need, too. They are 40 of anyio's, those of service/turns.py, and a few of our own.
 TURN = "turn to write"
 WRITING = ("INSERT", "UPDATE", "DELETE", "BEGIN IMMEDIATE")
 PATIENCE_S = 60
@@ -31,7 +33,8 @@ def open_engine(url: str, **options: Any) -> Engine:
         url,
         connect_args={"timeout": PATIENCE_S} if sqlite else POSTGRESQL,
         pool_pre_ping=not sqlite,
-        pool_size=40 if sqlite else 10,  # further ones are closed once they are given back
+        pool_size=40 if sqlite else 10,
+        max_overflow=10 if sqlite else 55,  # closed once they are given back
         **{"json_deserializer": _lenient_json, **options},
     )
     if sqlite:

@@ -901,8 +901,8 @@ def test_sweep_that_is_paused_before_or_between_trials_is_not_over(storage: Base
 
 def test_id_of_a_removed_study_is_never_given_to_another_one(tmp_path: Path) -> None:
     """Another process's cache may still have the old trials under it; SQLite would give it again."""
-    url = database_of(tmp_path)
-    storage, other = get_storage(open_storage(url)), get_storage(open_storage(url))
+    backends = [open_storage(database_of(tmp_path)) for _ in range(2)]
+    storage, other = map(get_storage, backends)
     used = set()
     for name in ("s1", "s2", "s3"):
         drive(StudyLedger(spec(), name, storage, sixfold(), CheckpointStore("memory://ledger")))
@@ -915,6 +915,9 @@ def test_id_of_a_removed_study_is_never_given_to_another_one(tmp_path: Path) -> 
     (row,) = find_rows("s4", other)
     assert row.state == TrialState.RUNNING
     assert len(storage.get_all_studies()) == 2, "one marker, and no more"
+    for backend in backends:
+        backend.remove_session()
+        backend.engine.dispose()
 
 
 def sixfold() -> MemoryJournal:
@@ -1106,14 +1109,18 @@ def test_limit_that_was_raised_at_the_last_moment_is_none(storage: BaseStorage) 
         pytest.param("UPDATE trials SET datetime_start = 'yesterday'", marks=NO_TYPES),
     ],
 )
-def test_damaged_rows_are_told_of_as_such_and_hide_no_other_study(tmp_path: Path, damage: str) -> None:
+def test_damaged_rows_are_told_of_as_such_and_hide_no_other_study(
+    optunas: RDBStorage, tmp_path: Path, damage: str
+) -> None:
     written = open_storage(database_of(tmp_path))
     drive(open_ledger(spec(), written, MemoryJournal()))
     open_study(spec(), "s2", written)
     with written.engine.begin() as connection:
         connection.execute(text(damage))
         connection.execute(text("UPDATE study_user_attributes SET value_json = '{dam' WHERE study_id = 1"))
-    storage = get_storage(open_storage(database_of(tmp_path)))
+    written.remove_session()
+    written.engine.dispose()
+    storage = get_storage(optunas)
     with pytest.raises(DamagedRows):
         find_rows(SWEEP, storage)
     assert find_rows("s2", storage) == []
