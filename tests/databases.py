@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 import pytest
 from pydantic import SecretStr
-from sqlalchemy import Engine, create_engine, inspect, select, table, text
+from sqlalchemy import Engine, Pool, create_engine, event, inspect, select, table, text
 from sqlalchemy.engine import make_url
 
 from service.database import migrate, open_engine
@@ -214,12 +214,25 @@ class PostgreSQL:
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Databases that are made within are dropped in the end, whoever is still connected."""
+        """Databases that are made within are dropped in the end, and whoever is still connected is closed.
+
+        Tests leave engines to the garbage collector, which SQLite takes without a word.
+        """
         kept = len(self._names)
+        connections: list[Any] = []
+
+        def note(connection: Any, _record: Any) -> None:
+            connections.append(connection)
+
+        event.listen(Pool, "connect", note)
         yield
+        event.remove(Pool, "connect", note)
         gone = self._names[kept:]
         del self._names[kept:]
         self._of = {folder: url for folder, url in self._of.items() if make_url(url).database not in gone}
+        for connection in connections:
+            if hasattr(connection, "info") and not connection.closed and connection.info.dbname in gone:
+                connection.close()
         self._execute(*(f"DROP DATABASE {name} WITH (FORCE)" for name in gone))
 
     def create_database_with_password(self, password: str) -> str:

@@ -285,6 +285,9 @@ def test_json_has_spec_environment_trials_and_curves(controller: SweepController
     assert list(curves["number"]) == [0, 0, 0, 1, 3, 3]
 
 
+FILE = pytest.mark.sqlite("what is exported is a file of SQLite")
+
+
 def opened(content: bytes, folder: Path) -> optuna.Study:
     path = folder / "taken.db"
     path.write_bytes(content)
@@ -292,7 +295,7 @@ def opened(content: bytes, folder: Path) -> optuna.Study:
     return study
 
 
-@pytest.mark.sqlite("what is exported is a file of SQLite")
+@FILE
 def test_optunas_own_library_reads_the_same_study(controller: SweepController, tmp_path: Path) -> None:
     taken = opened(made(controller, Format.optuna), tmp_path)
     ours = optuna.load_study(study_name=SWEEP, storage=controller.storage)
@@ -494,6 +497,7 @@ def test_what_there_is_not_is_refused_with_what_there_is(
     assert words in error["message"]
 
 
+@FILE
 def test_a_sweep_that_is_not_there_or_has_not_begun(client: httpx.Client, tmp_path: Path) -> None:
     assert client.get("/v1/sweeps/none/export").json()["code"] == "sweep_not_found"
     with played_service(tmp_path, plays=False) as idle:

@@ -260,6 +260,7 @@ def test_a_time_is_written_as_a_number_and_a_unit(written: str, lasting: timedel
     assert parse_lasting(written) == lasting
 
 
+@pytest.mark.sqlite_only("nobody makes another by connecting")
 def test_to_list_or_revoke_makes_no_database(tmp_path: Path) -> None:
     for arguments in (["ls"], ["revoke", "abc"]):
         done = run(*arguments, "--data-dir", str(tmp_path / "data"))
