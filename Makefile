@@ -13,7 +13,7 @@ TORCH ?= --torch-backend cpu
 .PHONY: help sweep serve up test test-fast test-postgresql lint chaos leaks bench bench-api bench-forecast bench-joining bench-scale bench-search rehearse lock clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 17
 
 sweep: $(VENV)/.installed ## a whole sweep on real text: service, trials, result table, best checkpoint; about 3 minutes
 	@exec $(BIN)/fraternal quickstart
@@ -27,7 +27,7 @@ test: lint ## every check and every test; about 35 minutes on 2 cores
 test-fast: lint ## without the tests that start Ray, a browser or longer training; under 2 minutes
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
-test-postgresql: $(VENV)/.installed-dev ## every test that has to do with a database on PostgreSQL, which it brings; WITH='-m "not slow"': 
+test-postgresql: $(VENV)/.installed-dev ## the tests of what has a database, on a PostgreSQL of their own; WITH='-m "not slow"': without long ones
 	FRATERNAL_TEST_DATABASE=postgresql $(BIN)/python -m pytest -n 2 --dist loadfile $(WITH)
 
 lint: $(VENV)/.installed-dev

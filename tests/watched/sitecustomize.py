@@ -25,7 +25,8 @@ def _callers() -> Iterator[str]:
 def _note(event: str, given: tuple[Any, ...]) -> None:
     if event == "sqlite3.connect" and not any(name.startswith(FILES_BY_NATURE) for name in _callers()):
         with Path(os.environ[LOG]).open("a") as log:
-            log.write(f"{given[0]} by {' '.join(sys.orig_argv)[:200]}\n")
+            command = " ".join(" ".join(sys.orig_argv).split())
+            log.write(f"{given[0]} by {command[:200]}\n")
 
 
 if LOG in os.environ:
