@@ -10,7 +10,8 @@ import alembic.command
 import alembic.config
 from pydantic_core import from_json
 from sqlalchemy import Connection, Engine, create_engine, event
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import ExceptionContext, make_url
+from sqlalchemy.exc import InternalError, OperationalError
 
 POSTGRESQL = {"options": "-c idle_in_transaction_session_timeout=30000"}
 """How it is connected to. A process that is frozen in the middle of a write would keep its locks for ever."""
@@ -39,7 +40,18 @@ def open_engine(url: str, **options: Any) -> Engine:
     )
     if sqlite:
         tune_sqlite(engine)
+    else:
+        event.listen(engine, "handle_error", _say_that_it_is_away)
     return engine
+
+
+def _say_that_it_is_away(context: ExceptionContext) -> OperationalError | None:
+    """PostgreSQL that has ended a transaction in which somebody slept says so by an error of its own kind;
+    to be asked again is what helps, as with any other connection that is lost."""
+    if context.is_disconnect and isinstance(context.sqlalchemy_exception, InternalError):
+        original = context.original_exception
+        return OperationalError(context.statement, None, original, connection_invalidated=True)
+    return None
 
 
 def _lenient_json(written: str) -> Any:

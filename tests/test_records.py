@@ -15,13 +15,13 @@ from pydantic_core import to_json
 from sqlalchemy import event, inspect, text, update
 from sqlalchemy.exc import OperationalError
 
-from service.database import migrate, naive, now, open_engine
+from service.database import POSTGRESQL, migrate, naive, now, open_engine
 from service.errors import IllegalMove, SweepNotFound
 from service.pages import SweepOrder, SweepQuery, read_page
 from service.records import FIRST_LEASE, LEASE, Records, SweepJournal, SweepRecord
 from service.studies import open_fenced_storage, open_storage
 from service.tables import epochs, metadata, sweeps
-from tests.databases import absent_database
+from tests.databases import PostgreSQL, absent_database
 from tests.fakes import epoch_fields, spec
 from trials.ledger import Fenced
 from trials.spec import Budget, Resources
@@ -409,6 +409,26 @@ def test_times_come_back_aware_and_in_utc_wherever_the_process_is(
 def test_database_that_does_not_answer_says_so(tmp_path: Path) -> None:
     with pytest.raises(OperationalError):
         Records(open_engine(absent_database(tmp_path))).ping()
+
+
+@pytest.mark.slow
+def test_who_is_frozen_in_the_middle_of_a_write_loses_its_locks_on_postgresql(
+    server: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sooner = POSTGRESQL["options"].replace("idle_in_transaction_session_timeout=30000", "lock_timeout=20s")
+    assert sooner != POSTGRESQL["options"]
+    monkeypatch.setitem(POSTGRESQL, "options", f"{sooner} -c idle_in_transaction_session_timeout=300")
+    engine = open_engine(server.create_database())
+    migrate(engine)
+    records = Records(engine)
+    records.add_sweep("s1", spec())
+    with engine.connect() as frozen:
+        frozen.execute(update(sweeps).values(state="failed"))
+        assert records.ask("s1", "pause").state == "paused"
+        with pytest.raises(OperationalError, match="idle-in-transaction timeout"):
+            frozen.execute(update(sweeps).values(state="failed"))
+    assert records.get_sweep("s1").state == "paused"
+    engine.dispose()
 
 
 # Requests.
