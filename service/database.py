@@ -17,8 +17,6 @@ POSTGRESQL = {"options": "-c idle_in_transaction_session_timeout=30000"}
 """How it is connected to. A process that is frozen in the middle of a write would keep its locks for ever."""
 
 
-# A pool has a connection for every thread that may want one: else who waits for a lock would have those that
-# readers need, too. They are 40 of anyio's, those of service/turns.py, and a few of our own.
 TURN = "turn to write"
 WRITING = ("INSERT", "UPDATE", "DELETE", "BEGIN IMMEDIATE")
 PATIENCE_S = 60
@@ -28,7 +26,11 @@ _turns: dict[str, threading.Lock] = {}
 
 
 def open_engine(url: str, **options: Any) -> Engine:
-    """An engine for our tables; SQLite in WAL mode with a patient lock."""
+    """An engine for our tables; SQLite in WAL mode with a patient lock.
+
+    There is a connection for every thread that may want one, 40 of anyio's, those of service/turns.py and a few
+    of our own: else those who wait for a lock would have the ones that readers need.
+    """
     sqlite = make_url(url).get_backend_name() == "sqlite"
     engine = create_engine(
         url,
