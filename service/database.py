@@ -16,7 +16,9 @@ from sqlalchemy.exc import InternalError, OperationalError
 POSTGRESQL = {"options": "-c idle_in_transaction_session_timeout=30000"}
 """How it is connected to. A process that is frozen in the middle of a write would keep its locks for ever."""
 
-
+POOL = {"pool_size": 10, "max_overflow": 55}
+"""A connection for every thread that may want one, 40 of anyio's, those of service/turns.py and a few of our
+own: else who waits for a lock would have those that readers need. More than ten are closed when given back."""
 TURN = "turn to write"
 WRITING = ("INSERT", "UPDATE", "DELETE", "BEGIN IMMEDIATE")
 PATIENCE_S = 60
@@ -26,18 +28,13 @@ _turns: dict[str, threading.Lock] = {}
 
 
 def open_engine(url: str, **options: Any) -> Engine:
-    """An engine for our tables; SQLite in WAL mode with a patient lock.
-
-    There is a connection for every thread that may want one, 40 of anyio's, those of service/turns.py and a few
-    of our own: else those who wait for a lock would have the ones that readers need.
-    """
+    """An engine for our tables; SQLite in WAL mode with a patient lock."""
     sqlite = make_url(url).get_backend_name() == "sqlite"
     engine = create_engine(
         url,
         connect_args={"timeout": PATIENCE_S} if sqlite else POSTGRESQL,
         pool_pre_ping=not sqlite,
-        pool_size=40 if sqlite else 10,
-        max_overflow=10 if sqlite else 55,  # closed once they are given back
+        **({"pool_size": 40} if sqlite else POOL),
         **{"json_deserializer": _lenient_json, **options},
     )
     if sqlite:
