@@ -18,7 +18,7 @@ POSTGRESQL = {"options": "-c idle_in_transaction_session_timeout=30000"}
 
 POOL = {"pool_size": 10, "max_overflow": 55}
 """A connection for every thread that may want one, 40 of anyio's, those of service/turns.py and a few of our
-own: else who waits for a lock would have those that readers need. More than ten are closed when given back."""
+own: else who waits for a lock would have those that readers need. Ten are kept."""
 TURN = "turn to write"
 WRITING = ("INSERT", "UPDATE", "DELETE", "BEGIN IMMEDIATE")
 PATIENCE_S = 60
