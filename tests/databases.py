@@ -9,7 +9,7 @@ import sqlite3
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -261,4 +261,9 @@ class PostgreSQL:
         self._server.ensure_postgres_running()
 
     def close(self) -> None:
+        """At once, and nothing that is in it needs to reach the disk."""
+        with suppress(psutil.NoSuchProcess):
+            postmaster = psutil.Process(self._server.get_pid())
+            postmaster.send_signal(signal.SIGQUIT)
+            postmaster.wait(30)
         self._server.cleanup()
