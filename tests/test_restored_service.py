@@ -1,11 +1,13 @@
 """A sweep goes on from a backup that was made while it ran, beside the original. Real processes, real Ray."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.databases import environment_of
 from tests.service_process import (
     ServiceProcess,
     assert_exactly_the_budget,
@@ -19,11 +21,15 @@ from trials.store import CheckpointStore
 pytestmark = pytest.mark.slow
 
 
-def fraternal(*arguments: str) -> str:
-    command = [sys.executable, "-m", "service.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+def fraternal(command: str, backup: Path, data_dir: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", command, str(backup), "--data-dir", str(data_dir)],
+        env={**os.environ, **environment_of(data_dir)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_backup_made_while_a_sweep_runs_goes_on_beside_the_original_and_both_end_the_same(
@@ -35,8 +41,8 @@ def test_backup_made_while_a_sweep_runs_goes_on_beside_the_original_and_both_end
         asked = small_spec(corpus, retry={"checkpoint_every_s": 0.01}, budget={"trials": 4})
         sweep_id = original.submit(asked)
         original.wait_for_epochs(sweep_id, 3)
-        fraternal("backup", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "original"))
-        fraternal("restore", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "copy"))
+        fraternal("backup", tmp_path / "backup", tmp_path / "original")
+        fraternal("restore", tmp_path / "backup", tmp_path / "copy")
         with running_service(tmp_path / "copy") as copy:
             assert copy.sweep(sweep_id)["epochs_done"] >= 3
             for service, generation in ((original, 1), (copy, 2)):
