@@ -521,6 +521,7 @@ def test_a_sweep_whose_text_has_moved_does_not_go_on_to_fail(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.sqlite("a service for the length of a command is told of no database")
 def test_the_smallest_table_comes_out_of_the_command_line(tmp_path: Path) -> None:
     command = [
         *[
