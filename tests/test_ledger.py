@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ from tests.fakes import (
 )
 from trials.ledger import DATABASE_PATIENCE_S, Fenced, JournalAway, StudyLedger, perplexity
 from trials.pruners import MOST_INTERMEDIATE_VALUES, intermediate_epochs, rung_epochs
-from trials.shares import Node
-from trials.spec import Budget, SweepSpec
+from trials.shares import Claim, Node
+from trials.spec import Budget, Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import (
     DamagedRows,
@@ -359,6 +359,35 @@ def test_a_larger_trial_begins_also_where_less_is_ones_share() -> None:
     ledger.record(taken(ledger), failed("out_of_memory"))
     assert taken(ledger).gpu_share == 1
     assert ledger.is_full
+
+
+def test_a_larger_trial_takes_one_place_where_a_gpu_has_only_one() -> None:
+    ledger = open_ledger(spec(resources={"gpus": 0.6}), InMemoryStorage(), MemoryJournal())
+    ledger.share([Node(8, 2)])
+    ledger.record(taken(ledger), failed("out_of_memory"))
+    assert (taken(ledger).gpu_share, ledger.is_full) == (1.0, False), "the other GPU has room"
+    taken(ledger)
+    assert ledger.is_full
+
+
+@pytest.mark.parametrize("others_wants", [0, 10])
+def test_a_larger_trial_that_is_the_only_one_left_runs_to_its_end(others_wants: int) -> None:
+    """Its sweep could make use of one place, or has no more beside another sweep, and it takes two."""
+
+    class Beside(MemoryJournal):
+        def claims(self, wants: int) -> Sequence[Claim]:
+            halves = Resources(gpus=0.5)
+            return [Claim(SWEEP, 0, 0, halves, wants), Claim("another", 0, 1, halves, others_wants)]
+
+    storage, journal = InMemoryStorage(), Beside()
+    ledger = open_ledger(spec(resources={"gpus": 0.5}, budget={"trials": 1}), storage, journal)
+    ledger.share([Node(8, 1)])
+    ledger.record(taken(ledger), failed("out_of_memory"))
+    again = taken(ledger)
+    for said in reports(again):
+        ledger.share([Node(8, 1)])
+        assert ledger.record(again, said) or said.finished, "it would be parked and begun for ever"
+    assert states(storage) == [TrialState.COMPLETE]
 
 
 def taken(ledger: StudyLedger) -> Task:

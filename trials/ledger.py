@@ -251,7 +251,7 @@ class StudyLedger:
             return True
         if self._share is None:
             return False
-        next_one = self._size(self._waiting[0]) if self._waiting else 1.0
+        next_one = self._size(self._waiting[0]) if self._waiting else 1
         # One that takes more than all of the share begins where nothing else runs: Ray finds it a place.
         return self._taken + next_one > self._share and (self._running > 0 or self._share < 1)
 
@@ -263,18 +263,27 @@ class StudyLedger:
             self._waits_for = reason
 
     @property
+    def _has_too_many(self) -> bool:
+        """Whether one of those that run is to make room: not the only one, where it could begin anew."""
+        if self._share is None:
+            return False
+        return self._taken > self._share and (self._running > 1 or self._share < 1)
+
+    @property
     def _running(self) -> int:
         return len(self._trials) - len(self._waiting)
 
     @property
-    def _taken(self) -> float:
+    def _taken(self) -> int:
         """What of the share the running trials take."""
         larger = (self._enlarged & self._trials.keys()) - set(self._waiting)
         return self._running + sum(self._size(number) - 1 for number in larger)
 
-    def _size(self, number: int) -> float:
-        """Of a trial, counted in such as have what the sweep asked for."""
-        return self._gpu_share(number) / (self._spec.resources.gpus or 1.0)
+    def _size(self, number: int) -> int:
+        """Of a trial, in places of such as have what the sweep asked for: where a GPU has room for one of
+        those alone, it has room for a larger one."""
+        asked = self._spec.resources.gpus
+        return min(2, int(1 / asked)) if number in self._enlarged and asked else 1
 
     def _gpu_share(self, number: int) -> float:
         asked = self._spec.resources.gpus or 1.0
@@ -287,7 +296,7 @@ class StudyLedger:
         Where that is less than it has, a trial is parked, with its state, when it reports.
         """
         remaining = self._orders.budget.trials - self._created if self._orders.state == "running" else 0
-        wants = len(self._trials) + max(0, remaining)
+        wants = sum(map(self._size, self._trials)) + max(0, remaining)
         claims = self._journal.claims(wants)
         if all(
             claim.sweep_id != self.sweep_id for claim in claims
@@ -480,10 +489,6 @@ class StudyLedger:
         if task.number not in self._waiting:
             self._waiting.append(task.number)
         return True
-
-    @property
-    def _has_too_many(self) -> bool:
-        return self._share is not None and self._taken > self._share
 
     def _is_pruned(self, trial: Trial, epoch: int) -> bool:
         # Elsewhere the pruner would still see the latest rung. What was decided there is decided: against the
