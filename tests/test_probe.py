@@ -197,6 +197,7 @@ def test_threads_are_those_of_a_worker(monkeypatch: pytest.MonkeyPatch, text: Pa
             multiprocessing.Barrier(1),
             asked,
             list(asked.points),
+            [],  # GPUs
             str(tmp_path),
             str(tmp_path),
             os.getpid(),

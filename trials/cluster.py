@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,7 @@ class OnANode:
 
 def verify_there(store_url: str, check: Check) -> Verification:
     shared = node_dir()
+    check = replace(check, gpu_share=None)  # Ray has chosen the GPU
     return InFreshProcess(store_url, shared, shared / ENCODED)(check)
 
 

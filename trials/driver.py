@@ -71,13 +71,14 @@ def drive(
     name = f"{os.getpid()}-{secrets.token_hex(4)}"
     corpora = scratch / "corpora"
     in_cluster = ray_address is not None
-    shared = {
+    shared: dict[str, Any] = {
         "store_url": store_url,
         "data_dir": None if in_cluster else str(data_dir),
         "cpus": spec.resources.cpus,
         "scratch": None if in_cluster else str(corpora),
         "driver": name,
         "version": own_version(),
+        "gpus": None,  # of which workers choose theirs; in a cluster Ray does, which is one for all drivers
     }
     store = CheckpointStore(store_url)
     search = StudySearch(
@@ -94,7 +95,9 @@ def drive(
     try:
         if not ledger.exhausted:
             if ray_address is None:
-                start_ray(scratch, require_gpus(spec) if spec.resources.gpus else ())
+                gpus = require_gpus(spec) if spec.resources.gpus else ()
+                shared["gpus"] = [gpu.uuid for gpu in gpus] or None
+                start_ray(scratch, gpus)
             else:
                 store.announce(ledger.sweep_id, name)
                 _join_patiently(ray_address, scratch, ledger)

@@ -652,6 +652,7 @@ class StudyLedger:
             on=self._device,
             threads=max(1, int(self._spec.resources.cpus)),
             timeout_s=max(self._spec.retry.hang_s, LEAST_TIMEOUT_S),
+            gpu_share=self._spec.resources.gpus or None,
         )
 
     @_patient

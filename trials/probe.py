@@ -30,6 +30,7 @@ from trials.cpus import usable_cpus
 from trials.encoded import load_encoded, text_digests
 from trials.gpus import VISIBLE, visible_gpus
 from trials.memory import NotEnoughMemory, keep_to_share, peak_bytes, require_memory, total_bytes
+from trials.parts import Part, take_part
 from trials.spec import TrialConfig
 from trials.steps import (
     EXIT_CORPUS,
@@ -151,11 +152,12 @@ def _side_by_side(
 ) -> list[_Found]:
     context = multiprocessing.get_context("spawn")  # a fork would have a torch that knows nothing of threads
     together = context.Barrier(order.processes)
+    gpus = [gpu.uuid for gpu in visible_gpus()] if order.device == "cuda" else []
     workers = []
-    for number in range(order.processes):
+    for _ in range(order.processes):
         here, there = context.Pipe(duplex=False)
         where = (str(data_dir), str(scratch), os.getpid(), time.time())
-        arguments = (there, together, order, points, gpu_of_process(order, number), *where)
+        arguments = (there, together, order, points, gpus, *where)
         worker = context.Process(target=_work, args=arguments, daemon=True)
         worker.start()
         there.close()
@@ -173,19 +175,12 @@ def _side_by_side(
     return found
 
 
-def gpu_of_process(order: ProbeOrder, number: int) -> str | None:
-    """Its identity. As Ray places trials: one GPU after another, each with as many as have room there."""
-    gpus = visible_gpus() if order.device == "cuda" else ()
-    place = number // int(1 / order.gpu_share)
-    return gpus[place].uuid if place < len(gpus) else None
-
-
 def _work(
     answer: Connection,
     together: Barrier,
     order: ProbeOrder,
     points: list[TrialConfig],
-    gpu: str | None,
+    gpus: list[str],
     data_dir: str,
     scratch: str,
     parent: int,
@@ -193,10 +188,9 @@ def _work(
 ) -> None:
     """One process: as a worker's, but that it trains a little of each point."""
     end_with(parent, Path(scratch))
-    if gpu is not None:
-        os.environ[VISIBLE] = gpu  # before torch is loaded
     os.nice(int(os.environ.get(NICENESS, "0")))
     try:
+        part = _part_of(gpus, order.gpu_share)  # noqa: F841  held as long as this process lives
         import torch
 
         torch.set_num_threads(order.threads)
@@ -220,6 +214,20 @@ def _work(
     except Exception as error:
         together.abort()
         answer.send(f"{type(error).__name__}: {error}")
+
+
+def _part_of(gpus: list[str], share: float) -> Part | None:
+    """As a trial has it, and beside those that run. Raises RuntimeError where these have too much."""
+    if not gpus:
+        return None
+    part = take_part(gpus, share)
+    if part is None:
+        raise RuntimeError(
+            f"no GPU here has {share:g} of it free for a measurement: trials that run have the rest; ask "
+            "again when they have ended"
+        )
+    os.environ[VISIBLE] = part.uuid  # before torch is loaded
+    return part
 
 
 def _refusal(order: ProbeOrder, point: TrialConfig, corpus: Corpus) -> str | None:

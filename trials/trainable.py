@@ -7,7 +7,8 @@ import gc
 import os
 import socket
 import tempfile
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import ray
 from ray import tune
 
+from trials.gpus import VISIBLE
+from trials.parts import Part, take_part
 from trials.store import CheckpointStore
 from trials.tasks import Failure, Report
 from trials.version import own_version
@@ -22,6 +25,8 @@ from trials.version import own_version
 ENCODED = "encoded"
 NODE_DIR = "FRATERNAL_NODE_DIR"
 """Variable of a node: the folder in which its workers keep corpora; by default one for temporary files."""
+ASK_AGAIN_S = 2.0
+"""For a part of a GPU, where others have them all."""
 
 
 class LanguageModelTrial(tune.Trainable):
@@ -32,6 +37,7 @@ class LanguageModelTrial(tune.Trainable):
 
         torch.set_num_threads(max(1, int(config["cpus"])))
         self._node = ray.get_runtime_context().get_node_id()
+        self._part: Part | None = None
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -55,6 +61,22 @@ class LanguageModelTrial(tune.Trainable):
         self._reports = run_attempt(
             task, store, Path(data_dir), Path(shared), partial(store.pause_is_asked, task.sweep_id, driver)
         )
+        if config["gpus"] is not None:
+            self._reports = self._on_its_gpu(config["gpus"], task.gpu_share, self._reports)
+
+    def _on_its_gpu(
+        self, uuids: Sequence[str], share: float, reports: Generator[Report]
+    ) -> Generator[Report]:
+        """Ray's choice of a GPU is its driver's alone: this process computes on one that has so much left by
+        all drivers' counts. It keeps that for its other trials, to which Ray gives as much."""
+        while self._part is None:
+            self._part = take_part(uuids, share)
+            if self._part is None:
+                yield Report(epoch=None)
+                time.sleep(ASK_AGAIN_S)
+            else:
+                os.environ[VISIBLE] = self._part.uuid  # CUDA reads it when it is first asked for something
+        yield from reports
 
     def step(self) -> dict[str, Any]:
         report = next(self._reports)
@@ -65,7 +87,8 @@ def give_back_gpu() -> None:
     """What ended trials of this process held of a GPU's memory: it is for the trials beside this one, too."""
     import torch
 
-    if torch.cuda.is_available():
+    # Otherwise nothing is held, and CUDA is not to look for its GPU before there is one.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         gc.collect()  # tensors in cycles
         torch.cuda.empty_cache()
 

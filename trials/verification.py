@@ -60,6 +60,8 @@ class Check:
     """The torch device to compute on."""
     threads: int
     timeout_s: float
+    gpu_share: float | None = None
+    """Of one of this machine's, as much as a trial of the sweep has; None: it computes on what it sees."""
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "corpus": self.corpus.model_dump(mode="json")})

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import asdict, replace
@@ -20,8 +21,13 @@ from trials.checkpoints import BestCheckpoint, read_best, rebuilt
 from trials.corpora import Corpus, CorpusError
 from trials.evaluation import evaluate
 from trials.files import patiently
+from trials.gpus import VISIBLE, visible_gpus
+from trials.parts import Part, wait_for_part
 from trials.store import CheckpointStore, CorruptCheckpoint
 from trials.verification import GONE, TOLERANCE, TOLERANCE_ELSEWHERE, Check, Verification
+
+PART_PATIENCE_S = 10.0
+"""For a part of a GPU: the workers of trials that have just ended may still be ending."""
 
 
 def verify(check: Check, store: CheckpointStore, data_dir: Path, shared: Path | None) -> Verification:
@@ -99,12 +105,27 @@ def _require_same_text(checkpoint: BestCheckpoint, corpus: Corpus) -> None:
         raise CorpusError("the text has changed since it was trained: restore it to verify")
 
 
+def placed(check: Check) -> tuple[Check, Part | None]:
+    """On a part of a GPU, as long as this process holds it; on the CPU where none gets free: trials that run
+    are not to run out of memory for it."""
+    uuids = [gpu.uuid for gpu in visible_gpus()] if check.gpu_share is not None else []
+    if check.gpu_share is None or not uuids:
+        return check, None
+    part = wait_for_part(uuids, check.gpu_share, PART_PATIENCE_S)
+    if part is None:
+        return replace(check, on="cpu"), None
+    os.environ[VISIBLE] = part.uuid  # before CUDA is first asked for something
+    return check, part
+
+
 def main(store_url: str, data_dir: str, shared: str | None = None) -> None:
     values: dict[str, Any] = json.load(sys.stdin)
-    check = Check.from_json(values)
+    check, part = placed(Check.from_json(values))
     torch.set_num_threads(check.threads)
     found = verify(check, CheckpointStore(store_url), Path(data_dir), Path(shared) if shared else None)
     print(json.dumps(asdict(found)))
+    if part is not None:
+        part.give_back()
 
 
 if __name__ == "__main__":
