@@ -19,6 +19,8 @@ class Card:
     parts: "list[Card | None] | str | None" = None
     users: dict[int, int | None] = field(default_factory=dict)
     """Bytes by process; None where the driver does not say."""
+    trouble: int | None = None
+    """NVML's code for what is the matter with it: it has no memory of its own, or is none any more."""
 
 
 class Nvml:
@@ -43,6 +45,8 @@ class Nvml:
         return len(self.cards)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Card:
+        if self.cards[index].trouble == pynvml.NVML_ERROR_GPU_IS_LOST:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return self.cards[index]
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Card:
@@ -59,6 +63,8 @@ class Nvml:
         return handle.name
 
     def nvmlDeviceGetMemoryInfo(self, handle: Card, version: Any = None) -> SimpleNamespace:
+        if handle.trouble == pynvml.NVML_ERROR_NOT_SUPPORTED:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return SimpleNamespace(total=handle.gib * 2**30)
 
     def nvmlDeviceGetMigMode(self, device: Card) -> list[int]:

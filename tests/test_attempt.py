@@ -444,6 +444,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "out_of_memory"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out_of_memory"),
         (
+            RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+            "out_of_memory",
+        ),
+        (RuntimeError("CUDA driver error: out of memory"), "out_of_memory"),
+        (
             RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
             "out_of_memory",
         ),
@@ -487,6 +492,31 @@ def test_what_breaks_the_gpu_for_this_process_is_left_to_another_process(
     failing(monkeypatch, error)
     with pytest.raises(type(error), match=str(error)):
         list(epochs_of(task, store, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("error", "of_gpu"),
+    [
+        (MemoryError(), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), False),
+        (NotEnoughMemory("it would not fit"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+    ],
+    ids=str,
+)
+def test_whose_memory_was_too_little_is_told(
+    error: Exception,
+    of_gpu: bool,
+    task: Task,
+    store: CheckpointStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failing(monkeypatch, error)
+    *_, last = epochs_of(task, store, tmp_path)
+    assert last.failure is not None
+    assert last.failure.of_gpu == of_gpu
 
 
 def test_model_too_large_for_the_machine_is_out_of_memory(

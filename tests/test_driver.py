@@ -26,7 +26,16 @@ from service.studies import open_storage
 from tests.fakes import MemoryJournal, open_ledger, report, spec, verified
 from tests.nvml import Card, Nvml, installed
 from trials.cpus import usable_cpus
-from trials.driver import EXIT_UNSETTLED, PauseSwitch, _ray_has_died, _Watch, drive, place_of, why_full
+from trials.driver import (
+    EXIT_UNSETTLED,
+    PauseSwitch,
+    _ray_has_died,
+    _Watch,
+    drive,
+    place_of,
+    require_gpus,
+    why_full,
+)
 from trials.ledger import JournalAway, Orders, StudyLedger
 from trials.search import StudySearch
 from trials.shares import Node
@@ -149,6 +158,14 @@ def test_a_gpu_that_torch_cannot_use_is_said_before_any_trial(
     assert task is not None
     assert (task.device, task.gpu_share) == ("cuda", 0.5)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("GPU-2,GPU-1" if nvml.cards else "1,0")
+
+
+def test_a_gpu_that_hangs_holds_no_sweep_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(Nvml(Card("GPU-1")), monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(trials.driver, "GPU_CHECK_S", 0.01)
+    with pytest.raises(RuntimeError, match=r"not computed on the GPUs here in 0\.01 s: see nvidia-smi"):
+        require_gpus(spec(resources={"gpus": 1}))
 
 
 def test_a_trial_asks_for_its_own_part_of_a_gpu() -> None:

@@ -325,6 +325,14 @@ def test_trial_that_has_all_there_is_is_not_tried_again(
     assert rows(storage)[0].user_attrs["attempt"] == 1
 
 
+def test_trial_that_was_too_large_for_the_machine_gets_no_more_of_a_gpu(storage: BaseStorage) -> None:
+    ledger = open_ledger(spec(resources={"gpus": 0.25}, budget={"trials": 1}), storage, MemoryJournal())
+    words = Failure("out_of_memory", "can't allocate memory", of_gpu=False)
+    drive(ledger, lambda task: iter([Report(epoch=None, finished=True, failure=words)]))
+    (row,) = rows(storage)
+    assert (row.state, row.user_attrs["attempt"]) == (TrialState.FAIL, 1)
+
+
 def test_two_parts_of_a_gpu_stay_two_after_a_crash_anywhere() -> None:
     def work(task: Task) -> Iterator[Report]:
         return iter([failed("out_of_memory")]) if task.gpu_share < 0.5 else reports(task)

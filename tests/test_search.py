@@ -5,6 +5,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from optuna.storages import InMemoryStorage
@@ -136,6 +139,46 @@ def test_tune_can_pickle_the_searcher_and_the_scheduler_and_learns_nothing(ledge
     search.suggest("a")
     for pickled in (search, LedgerScheduler(ledger, search)):
         assert b"xyzzy" not in cloudpickle.dumps(pickled)
+
+
+NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"
+CUDA_SAID = f"""Failure # 1 (occurred at 2026-11-29_10-00-00)
+ray::LanguageModelTrial.train() (pid=4, ip=127.0.0.1, actor_id=0f)
+  File "trials/trainable.py", line 77, in step
+    report = next(self._reports)
+torch.AcceleratorError: {NO_KERNEL}
+Search for `cudaErrorNoKernelImageForDevice' in https://docs.nvidia.com/cuda for more information.
+CUDA kernel errors might be asynchronously reported at some other API call: the stack may be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+"""
+KILLED = """Failure # 1 (occurred at 2026-11-29_10-00-00)
+The actor died unexpectedly before finishing this task.
+\tclass_name: LanguageModelTrial
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            CUDA_SAID,
+            "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device",
+        ),
+        (KILLED, "its process ended without a word: killed, or out of memory"),
+    ],
+)
+def test_what_an_attempt_raised_is_what_its_loss_says(
+    said: str, words: str, ledger: StudyLedger, tmp_path: Path
+) -> None:
+    search, journal = StudySearch(ledger, {}), ledger._journal
+    assert isinstance(journal, MemoryJournal)
+    (tmp_path / "error.txt").write_text(said)
+    trial = SimpleNamespace(trial_id="a", error_file=str(tmp_path / "error.txt"))
+    search.suggest("a")
+    LedgerScheduler(ledger, search).on_trial_error(cast(Any, SimpleNamespace(_trials=[])), cast(Any, trial))
+    search.on_trial_complete("a", error=True)
+    assert [told["message"] for kind, told in journal.events if kind == "trial_lost"] == [words]
 
 
 def test_trial_that_has_ended_is_no_longer_watched(ledger: StudyLedger, clock: Clock) -> None:

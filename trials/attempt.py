@@ -36,11 +36,28 @@ T = TypeVar("T")
 METRICS = ("epoch", "train_loss", "valid_loss", "raw_valid_loss", "averaged")
 """What is kept of an epoch beside its weights; no timings, so that equal runs make equal files."""
 
-OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
-"""What torch says where it does not raise OutOfMemoryError: of the CPU, the CUDA driver, cuBLAS and cuDNN."""
+OUT_OF_HOST_MEMORY = ("can't allocate memory",)
+OUT_OF_GPU_MEMORY = (
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "_STATUS_ALLOC_FAILED",
+    "DEVICE_ALLOCATION_FAILED",
+)
+"""What torch says where it does not raise OutOfMemoryError: of CUDA and its driver, cuBLAS and cuDNN."""
 
-BROKEN_GPU = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "cuDNN error", "No CUDA GPUs are available")
-"""What torch says of a GPU that this process can use no more."""
+BROKEN_GPU = (
+    "CUDA error",
+    "CUDA driver error",
+    "CUBLAS_STATUS_",
+    "CUDNN_STATUS_",
+    "cuDNN error",
+    "No CUDA GPUs are available",
+    "CUDA unknown error",
+    "CUDA driver initialization failed",
+    "Unexpected error from cudaGetDeviceCount",
+    "NVIDIA driver on your system",  # is not found, or too old: another node's may do
+)
+"""What torch says of a GPU that this process can use no more, or not at all."""
 
 
 LOOK_EVERY_S = 1.0
@@ -106,7 +123,8 @@ def run_attempt(
         yield _failed("disk_full" if full else "infrastructure", traceback.format_exc())
     except Exception as error:  # a trial's own failure ends that trial and no other
         if is_out_of_memory(error):
-            yield _failed("out_of_memory", str(error) or "the process could not allocate any more memory")
+            words = str(error) or "the process could not allocate any more memory"
+            yield _failed("out_of_memory", words, of_gpu=not is_out_of_host_memory(error))
         elif isinstance(error, RuntimeError) and _says(error, BROKEN_GPU):
             raise
         else:
@@ -116,8 +134,15 @@ def run_attempt(
 def is_out_of_memory(error: Exception) -> bool:
     """Of the machine or of a GPU."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and _says(error, OUT_OF_MEMORY)
+        isinstance(error, RuntimeError) and _says(error, (*OUT_OF_HOST_MEMORY, *OUT_OF_GPU_MEMORY))
     )
+
+
+def is_out_of_host_memory(error: Exception) -> bool:
+    """Of the machine: a larger part of a GPU is no help."""
+    if isinstance(error, NotEnoughMemory | torch.OutOfMemoryError):  # it was refused for its device's
+        return False
+    return isinstance(error, MemoryError) or _says(error, OUT_OF_HOST_MEMORY)
 
 
 def _says(error: Exception, phrases: Iterable[str]) -> bool:
@@ -347,8 +372,8 @@ def _gpu_of(device: str) -> Gpu | None:
 ALIVE = Report(epoch=None)
 
 
-def _failed(failure_class: FailureClass, message: str) -> Report:
-    return Report(epoch=None, finished=True, failure=Failure(failure_class, message))
+def _failed(failure_class: FailureClass, message: str, *, of_gpu: bool = True) -> Report:
+    return Report(epoch=None, finished=True, failure=Failure(failure_class, message, of_gpu))
 
 
 def load_text(corpus: CorpusSpec, data_dir: Path, shared: Path | None) -> Corpus:

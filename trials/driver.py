@@ -45,6 +45,8 @@ EXIT_FENCED = 0
 STORES_SECRETS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"}
 EXIT_RAY_DIED = 75  # EX_TEMPFAIL: start another driver
 EXIT_UNSETTLED = EXIT_RAY_DIED
+GPU_CHECK_S = 180.0
+"""For torch to load, and to compute a little on each GPU."""
 WHOLE_RAY = ("raylet", "gcs_server")
 """Processes without which a Ray of our own is none."""
 MOST_WORKERS = 10_000
@@ -227,7 +229,13 @@ def require_gpus(spec: SweepSpec) -> tuple[Gpu, ...]:
     os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
     precisions = sorted({str(precision) for _, precision in spec.written("precision")})
     command = [sys.executable, "-m", "trials.gpu_check", *precisions]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=GPU_CHECK_S)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(
+            f"resources.gpus is {spec.resources.gpus:g}, but torch has not computed on the GPUs here in "
+            f"{GPU_CHECK_S:g} s: see nvidia-smi, or leave one that hangs out of {VISIBLE}"
+        ) from error
     if asked.returncode != 0:
         raise RuntimeError(f"resources.gpus is {spec.resources.gpus:g}, but {asked.stderr.strip()}")
     return gpus

@@ -3,13 +3,17 @@
 A part of a GPU that is divided by MIG is a GPU here: that is what a process computes on.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import pynvml
+
+log = logging.getLogger(__name__)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """CUDA's variable: the GPUs that a process may use, by index or identity."""
@@ -49,14 +53,15 @@ def visible_gpus() -> tuple[Gpu, ...]:
     """Those that CUDA_VISIBLE_DEVICES leaves, as CUDA reads it: up to the first entry that names none.
 
     Without it all there are, in the order of nvidia-smi, with every part of those that MIG has divided; where
-    it names a divided one as a whole, CUDA takes the first of its parts. None where there is no driver.
+    it names a divided one as a whole, CUDA takes the first of its parts. Indexes are nvidia-smi's. None where
+    there is no driver; one that does not answer, since it fell off its bus say, is left out.
     """
     try:
         with _nvml():
-            parts = [list(_parts(pynvml.nvmlDeviceGetHandleByIndex(i))) for i in range(_count())]
-            uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(_count())]
+            there = [_card(index) for index in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError:
         return ()
+    uuids, parts = [uuid for uuid, _ in there], [parts_of_one for _, parts_of_one in there]
     every = [part for parts_of_one in parts for part in parts_of_one]
     visible = os.environ.get(VISIBLE)
     if visible is None:
@@ -87,8 +92,14 @@ def _named(
     return None
 
 
-def _count() -> int:
-    return int(pynvml.nvmlDeviceGetCount())
+def _card(index: int) -> tuple[str, list[Gpu]]:
+    """Its identity, and what of it a process can compute on."""
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        return pynvml.nvmlDeviceGetUUID(handle), list(_parts(handle))
+    except pynvml.NVMLError as error:
+        log.warning("GPU %d does not answer, and is left out: %s", index, error)
+        return "", []
 
 
 def _parts(handle: Any) -> Iterator[Gpu]:
@@ -109,8 +120,15 @@ def _gpu(handle: Any) -> Gpu:
     return Gpu(
         uuid=pynvml.nvmlDeviceGetUUID(handle),
         name=pynvml.nvmlDeviceGetName(handle),
-        memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory_bytes=_memory_bytes(handle),
     )
+
+
+def _memory_bytes(handle: Any) -> int:
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError_NotSupported:  # it has the machine's, as a GB10 does
+        return int(psutil.virtual_memory().total)
 
 
 def driver_version() -> str | None:

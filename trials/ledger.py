@@ -475,7 +475,7 @@ class StudyLedger:
 
     def _has_more_room(self, trial: Trial, task: Task, failure: Failure) -> bool:
         """Whether a trial that was too large for its part of a GPU is tried again: once, with two parts."""
-        if failure.failure_class != "out_of_memory" or task.device == "cpu":
+        if failure.failure_class != "out_of_memory" or task.device == "cpu" or not failure.of_gpu:
             return False
         since = trial.user_attrs.get(ENLARGED)
         if since is None and task.gpu_share < 1:

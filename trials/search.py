@@ -1,11 +1,13 @@
 """The ledger behind Ray Tune's two public faces: a Searcher hands out tasks, a scheduler takes reports."""
 
 import os
+import re
 import shutil
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ray.air.execution import PlacementGroupResourceManager
@@ -58,6 +60,8 @@ class StudySearch(Searcher):
         known."""
         self._asking_since: float | None = None
         """On the monotonic clock, where the ledger is being asked for a task."""
+        self._raised: dict[str, str] = {}
+        """What an attempt has raised, in words: its process is not to be used again."""
         self._hung: set[str] = set()
         self._ended: set[str] = set()
 
@@ -92,16 +96,22 @@ class StudySearch(Searcher):
             words = f"its process was ended: it had not reported for retry.hang_s, {task.hang_s:g} s"
             self._ledger.lost(task, words, "timeout")
         elif error or result is None:
-            self._ledger.lost(task, "its process ended without a word: killed, or out of memory")
+            words = self._raised.get(trial_id) or "its process ended without a word: killed, or out of memory"
+            self._ledger.lost(task, words)
         elif result["report"].finished:  # Tune shows a trial's final result to nobody else
             self._ledger.record(task, result["report"])
         del self.tasks[trial_id]
         self._heard.pop(trial_id, None)
+        self._raised.pop(trial_id, None)
         self._hung.discard(trial_id)
         self._ended.discard(trial_id)
 
     def on_report(self, trial_id: str, pid: int, node_id: str = "") -> None:
         self._heard[trial_id] = time.monotonic(), (node_id, pid)
+
+    def on_raised(self, trial_id: str, text: str) -> None:
+        """Before the end of a trial in an error; `text` is what Ray says of it."""
+        self._raised[trial_id] = raised_in(text)
 
     def end_hung(self) -> bool:
         """Kill the processes that have not reported for too long.
@@ -184,10 +194,19 @@ class LedgerScheduler(FIFOScheduler):
         _forget_finished(tune_controller)
 
     def on_trial_error(self, tune_controller: TuneController, trial: Trial) -> None:
+        if trial.error_file is not None:
+            with suppress(OSError):
+                self._search.on_raised(trial.trial_id, Path(trial.error_file).read_text())
         _forget_finished(tune_controller)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
+
+
+def raised_in(text: str) -> str:
+    """The exception at the end of a traceback, on one line; nothing where a process was killed."""
+    found = re.findall(r"^[\w.]*(?:Error|Exception): .*$", text, re.MULTILINE)
+    return found[-1] if found else ""
 
 
 class NoProgress(TrialProgressCallback):

@@ -12,6 +12,8 @@ from trials.spec import FailureClass, TrialConfig
 class Failure:
     failure_class: FailureClass
     message: str
+    of_gpu: bool = True
+    """Where memory was too little: whether it was a GPU's, of which there may be more."""
 
 
 @dataclass(frozen=True)
