@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.auth.exceptions import RefreshError
 from s3fs.core import S3File
 
 import trials.buckets
@@ -258,6 +259,65 @@ def test_a_store_that_refuses_says_what_it_wants(
     anew(monkeypatch)
     with pytest.raises(StoreRefused, match="NoCredentialsError"):
         CheckpointStore(f"s3://{BUCKET}/x").require()
+
+
+@pytest.mark.parametrize(
+    ("fault", "way_out"),
+    [
+        ("ExpiredToken 403", "give others, or ones that renew themselves"),
+        ("400 400", "credentials that have expired are one, and another region"),
+        ("RequestTimeTooSkewed 403", "set this machine's clock"),
+        ("IllegalLocationConstraintException 400", "set AWS_DEFAULT_REGION"),
+    ],
+)
+def test_what_waiting_does_not_end_is_refused_with_its_own_way_out(
+    store: CheckpointStore, s3: S3Server, fault: str, way_out: str
+) -> None:
+    code, status = fault.split()
+    with s3.failing(code, int(status)), pytest.raises(StoreRefused, match=way_out):
+        store.numbers_with_best("s1")
+
+
+def test_an_upload_that_is_listed_though_it_was_ended_is_ended_once(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = [{"Key": "x", "UploadId": "1"}, {"Key": "x", "UploadId": "2"}]
+    monkeypatch.setattr(S3Bucket, "_uploads", lambda bucket, name, prefix: listed)
+    ended: list[str] = []
+    monkeypatch.setattr(store._files._files, "abort_mpu", lambda bucket, key, upload: ended.append(upload))
+    store.discard_unfinished("s1")
+    assert ended == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("error", "refused", "way_out"),
+    [
+        (
+            OSError("Forbidden: https://storage/b/x\nno storage.objects.get"),
+            True,
+            "give credentials by GOOGLE_",
+        ),
+        (
+            RefreshError("invalid_grant: Token has been expired or revoked."),
+            True,
+            "give credentials by GOOGLE_",
+        ),
+        (ValueError("Bad Request: https://storage/b/x\nInvalid bucket name"), True, "name a bucket"),
+        (OSError("Connection reset by peer"), False, "see that it is up"),
+    ],
+    ids=str,
+)
+def test_what_googles_store_refuses_is_told_from_its_being_away(
+    error: Exception, refused: bool, way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore("gs://bucket/x")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(store._files._files, "find", fail)
+    with pytest.raises(StoreRefused if refused else StoreAway, match=way_out):
+        store.numbers_with_best("s1")
 
 
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """The optional dependencies that have a protocol's client."""
 
+RENEW = "its credentials are none any more: give others, or ones that renew themselves, as a role's do"
+ELSEWHERE = (
+    "the bucket is in another region, or at another endpoint: set AWS_DEFAULT_REGION, AWS_ENDPOINT_URL"
+)
+S3_WAYS_OUT = {
+    "ExpiredToken": RENEW,
+    "InvalidToken": RENEW,
+    "TokenRefreshRequired": RENEW,
+    "RequestTimeTooSkewed": "set this machine's clock, which is too far from the store's",
+    "PermanentRedirect": ELSEWHERE,
+    "301": ELSEWHERE,
+    "AuthorizationHeaderMalformed": ELSEWHERE,
+    "IllegalLocationConstraintException": ELSEWHERE,
+    "400": "its answer has no reason with it; credentials that have expired are one, and another region",
+    "InvalidBucketName": "name a bucket as S3's rules are: s3://BUCKET/PREFIX",
+}
+"""By the code of an answer; those without letters are of answers without a body."""
+
 T = TypeVar("T")
 
 
@@ -50,17 +68,16 @@ class Bucket(Files):
     def told(self, error: Exception) -> Exception:
         if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
             return error  # of this machine, which was to have a copy
-        if isinstance(error, PermissionError) or self._needs_somebody(error):
-            return StoreRefused(
-                f"the store {self._url} refuses what it is asked ({_kind(error)}): {self.way_out}"
-            )
+        if (way_out := self._way_out_of(error)) is not None:
+            return StoreRefused(f"the store {self._url} refuses what it is asked ({_kind(error)}): {way_out}")
         return StoreAway(
             f"the store {self._url} does not answer as it should ({_kind(error)}): see that it is "
             "up, and can be reached from here"
         )
 
-    def _needs_somebody(self, error: Exception) -> bool:
-        return False
+    def _way_out_of(self, error: Exception) -> str | None:
+        """Of what waiting does not end."""
+        return self.way_out if isinstance(error, PermissionError) else None
 
     def _no_bucket(self) -> StoreRefused:
         bucket = self._root.partition("/")[0]
@@ -119,10 +136,12 @@ class S3Bucket(Bucket):
         "machine's role, that may list, read, write and delete there"
     )
 
-    def _needs_somebody(self, error: Exception) -> bool:
+    def _way_out_of(self, error: Exception) -> str | None:
         from botocore import exceptions as botos
 
-        return isinstance(
+        if (by_code := S3_WAYS_OUT.get(_code(error) or "")) is not None:
+            return by_code
+        of_the_client = isinstance(
             error,
             botos.NoCredentialsError
             | botos.PartialCredentialsError
@@ -132,6 +151,7 @@ class S3Bucket(Bucket):
             | botos.ValidationError
             | botos.NoRegionError,
         )
+        return self.way_out if of_the_client else super()._way_out_of(error)
 
     @asked
     def read(self, path: str) -> bytes:
@@ -210,9 +230,12 @@ class S3Bucket(Bucket):
     def end_unfinished(self, path: str) -> None:
         """Where the store is away, a rule of the bucket's, or the sweep's removal, does it later."""
         bucket, prefix, _ = self._files.split_path(self.place(path) + "/")
+        ended: set[str] = set()
         try:
-            while found := self._uploads(bucket, prefix):
+            # A thousand at a time; some stores still list for a while what was ended.
+            while found := [each for each in self._uploads(bucket, prefix) if each["UploadId"] not in ended]:
                 for upload in found:
+                    ended.add(upload["UploadId"])
                     with suppress(FileNotFoundError):
                         self._files.abort_mpu(bucket, upload["Key"], upload["UploadId"])
         except Exception as error:
@@ -233,10 +256,17 @@ class GoogleBucket(Bucket):
         "machine's service account, that may list, read, write and delete there"
     )
 
-    def _needs_somebody(self, error: Exception) -> bool:
-        from google.auth.exceptions import DefaultCredentialsError
+    def _way_out_of(self, error: Exception) -> str | None:
+        from google.auth.exceptions import DefaultCredentialsError, RefreshError
 
-        return isinstance(error, DefaultCredentialsError) or getattr(error, "code", None) in (401, 403)
+        if isinstance(error, DefaultCredentialsError | RefreshError):
+            return self.way_out
+        # gcsfs gives 403 and 400 no class, nor code, of their own.
+        if getattr(error, "code", None) in (401, 403) or str(error).startswith("Forbidden: "):
+            return self.way_out
+        if str(error).startswith("Bad Request: "):
+            return "name a bucket and a prefix as Google's rules are: gs://BUCKET/PREFIX"
+        return super()._way_out_of(error)
 
     @asked
     def write(self, path: str, content: bytes, attempt: int = 0) -> None:
