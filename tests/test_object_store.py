@@ -438,3 +438,26 @@ def test_an_attempt_that_has_a_successor_ends(
     assert "this is attempt 1: it ends" in last.failure.message
     assert second[-1].finished
     assert best_bytes(store) == twins_best
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["a b", "ü/ñ", "x/../y", "x/", "", "a%20b", "a+b", "x#y", "x//y"],
+    ids=lambda prefix: prefix or "none",
+)
+def test_a_prefix_is_what_it_says(prefix: str, s3: S3Server) -> None:
+    store, other = CheckpointStore(f"s3://{BUCKET}/{prefix}"), CheckpointStore(f"s3://{BUCKET}/other")
+    store.require()
+    for each in (store, other):
+        each.save_best("s9", 0, FILES)
+    assert store.numbers_with_best("s9") == [0]
+    assert [file.path for file in store.files() if file.sweep_id == "s9"] == ["s9/t00000/best.tar"]
+    store.remove_sweep("s9")
+    assert [each.has_sweep("s9") for each in (store, other)] == [False, True]
+
+
+@pytest.mark.parametrize("prefix", ["run*", "a?", "[x]"])
+def test_a_prefix_that_would_stand_for_others_is_refused(prefix: str) -> None:
+    """To remove something below it would be to remove it below all that it matches."""
+    with pytest.raises(StoreRefused, match=r"has one of \*\?\[ in it, .* choose another prefix"):
+        CheckpointStore(f"s3://{BUCKET}/{prefix}")

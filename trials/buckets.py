@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gs": {"use_listings_cache": False, "consistency": "md5"},
 }
 """What file systems are opened with, where fsspec's own configuration says nothing else of it."""
+WILD = frozenset("*?[")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """The optional dependencies that have a protocol's client."""
 
@@ -313,7 +314,13 @@ def open_files(url: str) -> Files:
             f"the store {url} cannot be opened: {error}; it is a folder, or s3://BUCKET/PREFIX, "
             "gs://BUCKET/PREFIX, or another URL of fsspec"
         ) from error
-    return KINDS.get(protocol, Files)(files, root, url)
+    kind = KINDS.get(protocol, Files)
+    if kind is not Folder and not WILD.isdisjoint(root):
+        raise StoreRefused(
+            f"the store {url} has one of *?[ in it, by which its client would find, and remove, the files of "
+            "others: choose another prefix"
+        )
+    return kind(files, root, url)
 
 
 def _lost_a_race(error: OSError) -> bool:
