@@ -201,11 +201,11 @@ class Cluster:
             if time.monotonic() - self._asked_at > CLUSTER_KNOWN_S:
                 try:
                     self._known = capacity_of(self._ask(), grows=self._grows)
-                    self._asked_at = time.monotonic()
                 except ClusterAway as error:
                     if self._known is None:
                         raise
                     log.warning("%s; what it had before is taken to be there", error)
+                self._asked_at = time.monotonic()  # also in vain: whoever waits for the lock waits once
             assert self._known is not None
             return self._known
 

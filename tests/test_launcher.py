@@ -1,6 +1,7 @@
 """The laws of the local launcher, on real processes: what carries a sweep's mark is that sweep's."""
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -404,6 +405,25 @@ def test_a_cluster_that_is_away_has_what_it_had_and_is_not_asked_each_time(
     monkeypatch.setattr(service.launcher, "CLUSTER_KNOWN_S", 60.0)
     answers.append([])
     assert cluster.capacity().cpus == 8, "as of half a minute ago"
+
+
+def test_a_cluster_that_has_just_not_answered_is_not_asked_by_everybody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each would hold up the next one, for as long as it takes to find out."""
+    cluster, asked = Cluster("127.0.0.1:1", grows=False), []
+
+    def ask(self: Cluster) -> list[Node]:
+        asked.append(self)
+        if len(asked) > 1:
+            raise ClusterAway("it is away")
+        return [Node(4)]
+
+    monkeypatch.setattr(Cluster, "_ask", ask)
+    cluster.capacity()
+    cluster._asked_at = -math.inf
+    assert [cluster.capacity().cpus for _ in range(3)] == [4] * 3
+    assert len(asked) == 2
 
 
 def test_a_driver_in_a_cluster_has_its_rays_token_and_no_own_one(
