@@ -4,6 +4,7 @@ Processes that share a GPU take turns on it, unless NVIDIA's MPS lets them compu
 is the time in which one trial leaves it idle, and that depends on card, host and the model's size.
 """
 
+import logging
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -24,6 +25,8 @@ from trials.steps import TYPICAL_VOCABULARY, ProbeOrder, operations, timed_as
 
 if TYPE_CHECKING:
     from service.launcher import Launcher
+
+log = logging.getLogger(__name__)
 
 FILE = "packing.json"
 """Of a service's data directory."""
@@ -136,8 +139,10 @@ async def measure(
 ) -> AsyncIterator[Measured]:
     """One shape after another, with more and more trials at once for as long as that makes a difference.
 
-    Raises ProbeFailed.
+    So many that cannot run are too many. Raises ProbeFailed where not even one can.
     """
+    from service.launcher import ProbeFailed  # which loads this module
+
     with TemporaryDirectory(prefix="fraternal-packing-") as folder:
         words = [f"w{number * 7919 % TYPICAL_VOCABULARY}" for number in range(TOKENS)]
         for file in FILES.values():
@@ -155,7 +160,15 @@ async def measure(
                     gpu_share=share_of_each(count),
                     points=(config,),
                 )
-                (timed,) = (await launcher.probe(order)).timed
+                try:
+                    timed = next(iter((await launcher.probe(order)).timed), None)
+                except ProbeFailed as error:
+                    if not rates:
+                        raise
+                    log.warning("%s: %d at once could not be measured: %s", name, count, error)
+                    break
+                if timed is None:  # so many have no room, with their text's vocabulary
+                    break
                 tokens = config.training.batch_size * config.training.bptt
                 rates[count] = count * tokens / fmean(timed.step_s)
                 if _grows_no_more(list(rates.values())):

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
 import service.launcher
 from models.config import AWDLSTMConfig
-from service.launcher import Capacity, LocalLauncher, local_capacity
+from service.launcher import Capacity, LocalLauncher, ProbeFailed, local_capacity
 from service.packing import (
     FILE,
     SHAPES,
@@ -33,6 +34,7 @@ from tests.nvml import Card, Nvml, installed
 from tests.test_cli import run
 from trials.memory import bytes_on
 from trials.spec import Resources, SweepRequest
+from trials.steps import Probe, ProbeOrder, Timed
 
 H100 = "NVIDIA H100 80GB HBM3"
 SMALL, LARGE = SHAPES["small"], SHAPES["ptb, batch 80"]
@@ -197,6 +199,36 @@ def test_the_command_lists_gpus_and_what_is_known_of_them(
     assert [gpu["uuid"] for gpu in told["gpus"]] == ["GPU-1", "MIG-3"]
     assert told["gpus"][0]["packing"]["shapes"][0]["tokens_per_s"]["4"] == 400
     assert told["gpus"][1]["packing"] is None
+
+
+class Probing:
+    """A launcher whose probes come to what is given, by how many processes they have."""
+
+    def __init__(self, found: dict[int, bool | None]) -> None:
+        self._found = found
+
+    async def probe(self, order: ProbeOrder) -> Probe:
+        found = self._found[order.processes]
+        if found is None:
+            raise ProbeFailed("CUDA out of memory")
+        (config,) = order.points
+        step_s = (0.1,) if found else ()
+        timed = [Timed(config=config, step_s=step_s, word_s=1, dynamics_s=1, save_s=1)] if found else []
+        return Probe(
+            device="cuda: a card", train_tokens=9, valid_tokens=9, vocabulary_size=9, start_s=1, took_s=1,
+            share=1, timed=tuple(timed), not_timed=(), is_of_the_moment=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("third", [None, False])
+def test_more_than_have_room_are_too_many_and_cost_nothing_of_what_was_measured(third: bool | None) -> None:
+    async def measured(launcher: Any) -> list[Measured]:
+        return [one async for one in measure(launcher, "cuda", 2.0**40, 16, {"small": SMALL})]
+
+    (small,) = asyncio.run(measured(Probing({1: True, 2: True, 3: third})))
+    assert list(small.tokens_per_s) == [1, 2]
+    with pytest.raises(ProbeFailed, match="CUDA out of memory"):
+        asyncio.run(measured(Probing({1: None})))
 
 
 @pytest.mark.parametrize(
