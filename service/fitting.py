@@ -157,6 +157,7 @@ def _too_large(
     spec: SweepSpec, trial: Planned, peak: float, there: float, vocabulary_size: int, share: float
 ) -> Problem:
     part = "in all" if share == 1 else f"for a share of {share:g}"
+    part += " of the smallest GPU here" if spec.resources.gpus else ""
     more = "" if share == 1 else ", or raise resources.gpus"
     words = (
         f"trial {trial.number} of arm {trial.arm!r} takes up to {amount(peak)} of memory, and there are "

@@ -63,8 +63,8 @@ class Nvml:
         return handle.name
 
     def nvmlDeviceGetMemoryInfo(self, handle: Card, version: Any = None) -> SimpleNamespace:
-        if handle.trouble == pynvml.NVML_ERROR_NOT_SUPPORTED:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if handle.trouble is not None:
+            raise pynvml.NVMLError(handle.trouble)
         return SimpleNamespace(total=handle.gib * 2**30)
 
     def nvmlDeviceGetMigMode(self, device: Card) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 import trials.gpu_check
 from tests.nvml import Card, Nvml, installed
 from trials.gpu_check import main
-from trials.gpus import Gpu, Usage, driver_version, users_of, visible_gpus
+from trials.gpus import Gpu, Usage, answering, driver_version, users_of, visible_gpus
 
 PART = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
 LOST = Nvml(Card("GPU-1a"), Card("GPU-2b", trouble=pynvml.NVML_ERROR_GPU_IS_LOST), Card("GPU-3c"))
@@ -69,6 +69,16 @@ def test_a_part_has_its_own_name_and_memory(monkeypatch: pytest.MonkeyPatch) -> 
         Gpu("MIG-y2", PART, 10 * 2**30),
         Gpu("GPU-2b", "NVIDIA H100 80GB HBM3", 80 * 2**30),
     )
+
+
+def test_a_gpu_that_is_lost_answers_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(LOST, monkeypatch)
+    assert answering(["GPU-3c", "GPU-2b", "GPU-1a", "GPU-9"]) == ["GPU-3c", "GPU-1a"]
+    assert answering(["GPU-2b"]) == ["GPU-2b"], "whoever computes there is told"
+    installed(DIVIDED, monkeypatch)
+    assert answering(["MIG-y2"]) == ["MIG-y2"]
+    installed(Nvml(), monkeypatch)
+    assert answering(["GPU-1a"]) == ["GPU-1a"]
 
 
 def test_a_gpu_without_memory_of_its_own_has_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:

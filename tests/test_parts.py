@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 
 import trials.probe
@@ -100,6 +101,15 @@ def test_a_worker_waits_for_its_part_with_signs_of_life_and_then_computes_there(
     assert [next(running) for _ in range(3)] == [alive] * 3
     others[1].give_back()
     assert next(running) == done
+    assert trials.trainable.os.environ[VISIBLE] == "GPU-2"
+
+
+def test_a_worker_keeps_off_a_gpu_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Card("GPU-1", trouble=pynvml.NVML_ERROR_GPU_IS_LOST)
+    installed(Nvml(lost, Card("GPU-2")), monkeypatch)
+    monkeypatch.setenv(VISIBLE, "GPU-1")
+    done = Report(epoch=None, finished=True)
+    assert next(worker(["GPU-1", "GPU-2"], 0.5, [done])) == done
     assert trials.trainable.os.environ[VISIBLE] == "GPU-2"
 
 

@@ -131,6 +131,21 @@ def _memory_bytes(handle: Any) -> int:
         return int(psutil.virtual_memory().total)
 
 
+def answering(uuids: Sequence[str]) -> list[str]:
+    """Those of these GPUs that their driver still reaches; all of them where it reaches none, which whoever
+    computes there is told."""
+    found = []
+    try:
+        with _nvml():
+            for uuid in uuids:
+                with suppress(pynvml.NVMLError):
+                    _memory_bytes(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+                    found.append(uuid)
+    except pynvml.NVMLError:
+        pass
+    return found or list(uuids)
+
+
 def driver_version() -> str | None:
     """Of NVIDIA's driver; None where there is none."""
     try:

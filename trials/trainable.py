@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray import tune
 
-from trials.gpus import VISIBLE
+from trials.gpus import VISIBLE, answering
 from trials.parts import Part, take_part
 from trials.store import CheckpointStore
 from trials.tasks import Failure, Report
@@ -70,7 +70,8 @@ class LanguageModelTrial(tune.Trainable):
         """Ray's choice of a GPU is its driver's alone: this process computes on one that has so much left by
         all drivers' counts. It keeps that for its other trials, to which Ray gives as much."""
         while self._part is None:
-            self._part = take_part(uuids, share)
+            # One that fell off its bus is always free: it would have one trial after another.
+            self._part = take_part(answering(uuids), share)
             if self._part is None:
                 yield Report(epoch=None)
                 time.sleep(ASK_AGAIN_S)
