@@ -9,6 +9,7 @@ from typing import Any
 import pynvml
 import pytest
 
+import trials.parts
 import trials.probe
 import trials.trainable
 import trials.verify
@@ -81,6 +82,17 @@ def test_a_killed_process_holds_nothing(folder: Path) -> None:
         other.kill()
     assert taken(1, ["GPU-1"]).uuid == "GPU-1"
     assert len([*folder.glob("*.part")]) == 1, "what the dead had is gone"
+
+
+def test_a_part_that_could_not_be_written_down_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trials.parts.os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            take_part(TWO, 1)
+    assert {taken(1).uuid, taken(1).uuid} == set(TWO)
 
 
 def worker(uuids: list[str], share: float, reports: list[Report]) -> Any:

@@ -51,8 +51,12 @@ def take_part(uuids: Sequence[str], share: float) -> Part | None:
         uuid = min(enough, key=lambda each: free[each])
         name = folder / f"{os.getpid()}-{secrets.token_hex(4)}.part"
         descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, json.dumps((uuid, share)).encode())
+        try:
+            os.write(descriptor, json.dumps((uuid, share)).encode())
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:  # the disk is full: what is not locked is nobody's
+            os.close(descriptor)
+            raise
         return Part(uuid, share, descriptor)
 
 
