@@ -255,3 +255,21 @@ def test_a_worker_gives_a_trials_memory_back_before_the_next_one(tmp_path: Path)
     running.close()
     give_back_gpu()
     assert torch.cuda.memory_reserved() <= before
+
+
+CHOSEN_LATE = """
+import os
+import ray
+import torch
+import trials.attempt
+from trials.trainable import give_back_gpu
+give_back_gpu()
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+print(torch.cuda.is_available())
+"""
+
+
+def test_a_worker_may_choose_its_gpu_after_torch_is_loaded() -> None:
+    """CUDA reads which it may use when it is first asked for something, and nothing asks before."""
+    done = subprocess.run([sys.executable, "-c", CHOSEN_LATE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
