@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 CLUSTER_S, CLUSTER_KNOWN_S = 30.0, 30.0
 """For a Ray cluster to say what it has, and how long that is taken to be so."""
+CLUSTER_AWAY_S = 2.0
+"""How long that it has never answered is believed: by those who came while it was asked."""
 GPUS_KNOWN_S = 30.0
 """How long it is taken to be so that this machine has the GPUs that it has."""
 PROBE_S = 180.0
@@ -194,19 +196,22 @@ class Cluster:
         self._lock = threading.Lock()
         self._known: Capacity | None = None
         self._asked_at = -math.inf
+        self._trouble = ""
 
     def capacity(self) -> Capacity:
         """As of half a minute ago at most, or of its last answer. Raises ClusterAway where there was none."""
         with self._lock:
-            if time.monotonic() - self._asked_at > CLUSTER_KNOWN_S:
+            for_s = CLUSTER_KNOWN_S if self._known is not None else CLUSTER_AWAY_S
+            if time.monotonic() - self._asked_at > for_s:
                 try:
                     self._known = capacity_of(self._ask(), grows=self._grows)
                 except ClusterAway as error:
-                    if self._known is None:
-                        raise
-                    log.warning("%s; what it had before is taken to be there", error)
+                    self._trouble = str(error)
+                    if self._known is not None:
+                        log.warning("%s; what it had before is taken to be there", error)
                 self._asked_at = time.monotonic()  # also in vain: whoever waits for the lock waits once
-            assert self._known is not None
+            if self._known is None:
+                raise ClusterAway(self._trouble)
             return self._known
 
     def _ask(self) -> list[Node]:
@@ -222,7 +227,8 @@ class Cluster:
             )
         except subprocess.TimeoutExpired as error:
             raise ClusterAway(
-                f"the Ray cluster at {self._address} has not answered in {CLUSTER_S:g} s"
+                f"the Ray cluster at {self._address} has not answered in {CLUSTER_S:g} s: see that this is "
+                "its head's address and port, as `ray start --head` says them"
             ) from error
         if asked.returncode:
             words = asked.stderr.strip().rpartition("\n")[2].partition("ClusterAway: ")[2]

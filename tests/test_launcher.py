@@ -424,6 +424,11 @@ def test_a_cluster_that_has_just_not_answered_is_not_asked_by_everybody(
     cluster._asked_at = -math.inf
     assert [cluster.capacity().cpus for _ in range(3)] == [4] * 3
     assert len(asked) == 2
+    never = Cluster("127.0.0.1:1", grows=False)
+    for _ in range(3):
+        with pytest.raises(ClusterAway, match="it is away"):
+            never.capacity()
+    assert asked[2:] == [never]
 
 
 def test_a_driver_in_a_cluster_has_its_rays_token_and_no_own_one(

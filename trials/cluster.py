@@ -90,7 +90,10 @@ def own_address(address: str) -> str:
         with socket.create_connection((host.strip("[]"), int(port)), REACH_S) as connection:
             return str(connection.getsockname()[0])
     except (OSError, ValueError) as error:
-        raise ClusterAway(f"the Ray cluster at {address} cannot be reached: {error}") from error
+        raise ClusterAway(
+            f"the Ray cluster at {address} cannot be reached: {error}; see that its head runs, and listens "
+            "there for this machine, too"
+        ) from error
 
 
 def _wait_until_joined(address: str, scratch: Path, process: "subprocess.Popen[bytes]") -> None:
@@ -120,7 +123,10 @@ def list_nodes(address: str) -> list[Node]:
     try:
         return [_node(dict(info.resources_total), dict(info.labels)) for info in _alive(address)]
     except Exception as error:  # of Ray, which has no common one: the token is wrong, say
-        raise ClusterAway(f"the Ray cluster at {address} does not say what it has: {error}") from error
+        raise ClusterAway(
+            f"the Ray cluster at {address} does not say what it has ({error}): see that this is its head's "
+            "port, as `ray start --head` says it, and that both have the same RAY_AUTH_TOKEN, if any"
+        ) from error
 
 
 def joined_nodes() -> list[Node]:
