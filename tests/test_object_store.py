@@ -295,7 +295,7 @@ def test_an_upload_that_is_listed_though_it_was_ended_is_ended_once(
         (
             OSError("Forbidden: https://storage/b/x\nno storage.objects.get"),
             True,
-            "give credentials by GOOGLE_",
+            r"\(Forbidden\): give credentials by GOOGLE_",
         ),
         (
             RefreshError("invalid_grant: Token has been expired or revoked."),

@@ -57,6 +57,8 @@ S3_WAYS_OUT = {
     "InvalidBucketName": "name a bucket as S3's rules are: s3://BUCKET/PREFIX",
 }
 """By the code of an answer; those without letters are of answers without a body."""
+GOOGLE_SAYS = {"Forbidden", "Bad Request"}
+"""How gcsfs begins what it says of 403 and 400, for which it has no class, nor a code."""
 
 T = TypeVar("T")
 
@@ -262,10 +264,9 @@ class GoogleBucket(Bucket):
 
         if isinstance(error, DefaultCredentialsError | RefreshError):
             return self.way_out
-        # gcsfs gives 403 and 400 no class, nor code, of their own.
-        if getattr(error, "code", None) in (401, 403) or str(error).startswith("Forbidden: "):
+        if getattr(error, "code", None) in (401, 403) or _kind(error) == "Forbidden":
             return self.way_out
-        if str(error).startswith("Bad Request: "):
+        if _kind(error) == "Bad Request":
             return "name a bucket and a prefix as Google's rules are: gs://BUCKET/PREFIX"
         return super()._way_out_of(error)
 
@@ -341,4 +342,6 @@ def _code(error: BaseException | None) -> str | None:
 
 def _kind(error: Exception) -> str:
     """What kind of error, without what it was asked: no key, no signature, and alike for all trials."""
+    if (told := str(error).partition(": ")[0]) in GOOGLE_SAYS:
+        return told
     return _code(error) or " ".join([type(error).__name__, str(getattr(error, "code", ""))]).strip()
