@@ -342,6 +342,8 @@ def _code(error: BaseException | None) -> str | None:
 
 def _kind(error: Exception) -> str:
     """What kind of error, without what it was asked: no key, no signature, and alike for all trials."""
+    if (code := _code(error)) is not None:
+        return code
     if (told := str(error).partition(": ")[0]) in GOOGLE_SAYS:
         return told
-    return _code(error) or " ".join([type(error).__name__, str(getattr(error, "code", ""))]).strip()
+    return " ".join([type(error).__name__, str(getattr(error, "code", ""))]).strip()
