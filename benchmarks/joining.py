@@ -61,8 +61,8 @@ class Sweep:
         node = self._ray.add_node()
         registered = self._when(lambda: self._cpus() == 2, "the cluster has the node")
         worker = self._when(lambda: any(map(node.runs, workers_of(self._id))), "a worker runs there")
-        self._when(lambda: bool(self._epochs_after(began)), "a trial there has an epoch")
-        moments = [registered, worker, min(self._epochs_after(began))]
+        self._when(lambda: len(self._epochs_after(worker)) == 2, "a trial there has an epoch")
+        moments = [registered, worker, max(self._epochs_after(worker))]
         node.kill()
         self._when(lambda: self._cpus() == 1 and len(workers_of(self._id)) == 1, "the node is gone")
         return Joined(*(moment - began for moment in moments))
@@ -86,20 +86,21 @@ class Sweep:
         return sum(node.cpus for node in list_nodes(self._ray.address))
 
     def _epochs_after(self, at: float) -> list[float]:
-        """When those of attempts that have begun since were recorded."""
+        """When the first one since was recorded, of each trial that has one: each node runs one of the two.
+
+        Which one the new node runs is not told; its attempt may have begun before, and waited for a place.
+        """
         told = [event for event in self._service.events(self._id) if _at(event) > at]
-        begun = [_attempt(event) for event in told if event["kind"] == "trial_started"]
-        epochs = [event for event in told if event["kind"] == "epoch_finished"]
-        return [_at(event) for event in epochs if _attempt(event) in begun]
+        firsts: dict[int, float] = {}
+        for event in told:
+            if event["kind"] == "epoch_finished":
+                firsts.setdefault(event["detail"]["number"], _at(event))
+        return list(firsts.values())
 
 
 def _at(event: dict[str, Any]) -> float:
     moment: datetime = event["at"]
     return moment.replace(tzinfo=UTC).timestamp()
-
-
-def _attempt(event: dict[str, Any]) -> tuple[int, int]:
-    return event["detail"]["number"], event["detail"]["attempt"]
 
 
 def main() -> None:
