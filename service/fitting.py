@@ -83,7 +83,7 @@ def _largest(spec: SweepSpec) -> list[TrialConfig] | None:
 def _fits(
     spec: SweepSpec, largest: Sequence[TrialConfig], capacity: Capacity, types: int, disk: "Disk"
 ) -> bool:
-    device = device_of(spec)
+    device = spec.resources.device
     peak = max(bytes_on(device, config, types) for config in largest)
     at_once = slots(spec, capacity)
     if spec.resources.gpus:
@@ -102,7 +102,7 @@ def memory_problems(
     once do not."""
     if not planned:
         return []
-    peaks = [bytes_on(device_of(spec), trial.config, vocabulary_size) for trial in planned]
+    peaks = [bytes_on(spec.resources.device, trial.config, vocabulary_size) for trial in planned]
     worst = max(range(len(planned)), key=peaks.__getitem__)
     share = spec.resources.gpus or 1.0
     one_has = capacity.gpu_bytes if spec.resources.gpus else capacity.memory_bytes
@@ -148,11 +148,6 @@ def is_long_enough(train_tokens: int, batch_size: int) -> bool:
     return train_tokens // batch_size >= 2
 
 
-def device_of(spec: SweepSpec) -> str:
-    """torch's name for what its trials run on."""
-    return "cuda" if spec.resources.gpus else "cpu"
-
-
 def _too_large(
     spec: SweepSpec, trial: Planned, peak: float, there: float, vocabulary_size: int, share: float
 ) -> Problem:
@@ -169,7 +164,7 @@ def _too_large(
 def _blamed(spec: SweepSpec, trial: Planned, there: float, vocabulary_size: int) -> str:
     """The place of what makes it so large: the model, where that is too large for any window."""
     least = replace(trial.config, training=replace(trial.config.training, batch_size=1, bptt=5))
-    of_model = bytes_on(device_of(spec), least, vocabulary_size) > there
+    of_model = bytes_on(spec.resources.device, least, vocabulary_size) > there
     names = ("hidden_size", "embedding_size", "layers") if of_model else ("batch_size", "bptt")
     for name in names:
         if name in spec.arms[trial.arm]:

@@ -20,7 +20,6 @@ from service.fitting import (
     checkpoints_bytes,
     corpus_stamp,
     database_bytes,
-    device_of,
     disk_of,
     disk_problems,
     is_long_enough,
@@ -183,7 +182,7 @@ class Forecasts:
         seconds = [None if time is None else slowdown * time.seconds for time in times]
         at_once = slots(spec, capacity)
         hours = spec.resources.gpus or max(1, int(spec.resources.cpus))
-        device = device_of(spec)
+        device = spec.resources.device
         peaks = [None if types is None else bytes_on(device, trial.config, types) for trial in planned]
         largest = max((peak for peak in peaks if peak is not None), default=None)
         available = capacity.gpu_bytes if spec.resources.gpus else capacity.memory_bytes
@@ -258,7 +257,7 @@ def _planned(spec: SweepSpec, capacity: Capacity) -> tuple[list[Planned], ProbeO
     planned = plan(spec)
     return planned, ProbeOrder(
         corpus=spec.corpus,
-        device=device_of(spec),
+        device=spec.resources.device,
         threads=max(1, int(spec.resources.cpus)),
         processes=slots(spec, capacity),
         gpu_share=spec.resources.gpus or 1.0,

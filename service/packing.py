@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -19,6 +18,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from models.config import AWDLSTMConfig
 from regularizers.config import Regularization
 from trials.corpora import FILES, PathCorpus
+from trials.files import write_whole
 from trials.memory import bytes_on
 from trials.spec import TrainingConfig, TrialConfig
 from trials.steps import TYPICAL_VOCABULARY, ProbeOrder, operations, timed_as
@@ -110,10 +110,7 @@ def read_packings(data_dir: Path) -> dict[str, Packing]:
 def write_packing(data_dir: Path, packing: Packing) -> None:
     """In place of what was measured of this kind of card before. Raises OSError."""
     kept = {**read_packings(data_dir), packing.gpu: packing}
-    data_dir.mkdir(parents=True, exist_ok=True)
-    temporary = data_dir / f"{FILE}.tmp"
-    temporary.write_bytes(_PACKINGS.dump_json(tuple(kept.values()), indent=2))
-    temporary.replace(data_dir / FILE)
+    write_whole(data_dir / FILE, _PACKINGS.dump_json(tuple(kept.values()), indent=2))
 
 
 def trials_together(
@@ -149,9 +146,8 @@ async def measure(
             Path(folder, file).write_text(" ".join(words))
         for name, config in shapes.items():
             peak = bytes_on(device, config, TYPICAL_VOCABULARY)
-            counts = takewhile(lambda n: n <= most and n * peak <= memory_bytes, COUNTS)  # noqa: B023
             rates: dict[int, float] = {}
-            for count in counts:
+            for count in [n for n in COUNTS if n <= most and n * peak <= memory_bytes]:
                 order = ProbeOrder(
                     corpus=PathCorpus(path=folder),
                     device=device,

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -186,6 +187,19 @@ sys.stdin.readline()
 """
 
 
+@contextmanager
+def held_by_another(share: float) -> Iterator["subprocess.Popen[str]"]:
+    """So much of the GPU's memory, by a process that gives it back for a line, or at the end of the block."""
+    command = [sys.executable, "-c", HOLD, str(share)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        try:
+            yield other
+        finally:
+            other.kill()
+
+
 @pytest.mark.usefixtures("whole_gpu")
 def test_a_trial_waits_until_another_process_gives_its_memory_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,10 +208,7 @@ def test_a_trial_waits_until_another_process_gives_its_memory_back(
     monkeypatch.setattr(trials.attempt, "peak_bytes", lambda *_: int(0.6 * total_bytes("cuda")))
     monkeypatch.setattr(trials.attempt, "GPU_PATIENCE_S", 60.0)
     store = CheckpointStore((tmp_path / "store").as_uri())
-    command = [sys.executable, "-c", HOLD, "0.6"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
+    with held_by_another(0.6) as other:
         running = run_attempt(one_epoch(tmp_path), store, tmp_path)
         assert [next(running) for _ in range(3)] == [ALIVE] * 3, "it waits"
         other.communicate("\n")
@@ -213,13 +224,9 @@ def test_a_gpu_that_stays_full_is_an_end_of_memory_that_names_who_fills_it(
     torch.cuda.empty_cache()
     monkeypatch.setattr(trials.attempt, "peak_bytes", lambda *_: int(0.6 * total_bytes("cuda")))
     monkeypatch.setattr(trials.attempt, "GPU_PATIENCE_S", 1.0)
-    command = [sys.executable, "-c", HOLD, "0.6"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        store = CheckpointStore((tmp_path / "store").as_uri())
+    store = CheckpointStore((tmp_path / "store").as_uri())
+    with held_by_another(0.6):
         *_, report = run_attempt(one_epoch(tmp_path), store, tmp_path)
-        other.communicate("\n")
     assert report.failure is not None
     assert report.failure.failure_class == "out_of_memory"
     assert "has been free for 1 s" in report.failure.message

@@ -306,10 +306,6 @@ class StudyLedger:
             self._division = Division(nodes, claims)
         self._share = self._division.given[self.sweep_id]
 
-    @property
-    def _device(self) -> str:
-        return "cuda" if self._spec.resources.gpus else "cpu"
-
     def is_to_stop(self, number: int) -> bool:
         return number in self._orders.stopping
 
@@ -402,7 +398,7 @@ class StudyLedger:
             seed=attributes["seed"],
             config=config,
             corpus=self._spec.corpus,
-            device=self._device,
+            device=self._spec.resources.device,
             recorded_epochs=recorded_epochs,
             best_epoch=trial.user_attrs.get("best_epoch", 0),
             checkpoint_every_s=self._spec.retry.checkpoint_every_s,
@@ -649,7 +645,7 @@ class StudyLedger:
             checkpoint_sha256=row.user_attrs.get("checkpoint_sha256"),
             device=row.user_attrs.get("device"),
             corpus=self._spec.corpus,
-            on=self._device,
+            on=self._spec.resources.device,
             threads=max(1, int(self._spec.resources.cpus)),
             timeout_s=max(self._spec.retry.hang_s, LEAST_TIMEOUT_S),
             gpu_share=self._spec.resources.gpus or None,

@@ -190,7 +190,7 @@ def _work(
     end_with(parent, Path(scratch))
     os.nice(int(os.environ.get(NICENESS, "0")))
     try:
-        part = _part_of(gpus, order.gpu_share)  # noqa: F841  held as long as this process lives
+        _held = _part_of(gpus, order.gpu_share)  # as long as this process lives
         import torch
 
         torch.set_num_threads(order.threads)

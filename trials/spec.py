@@ -331,6 +331,11 @@ class Resources(Wire):
     """Of the nodes of a Ray cluster on which trials may run, `{"ray.io/accelerator-type": "in(H100, A100)"}`
     say: a value, `!value`, `in(…)` or `!in(…)`, as in Ray's label selectors; all have to hold."""
 
+    @property
+    def device(self) -> str:
+        """torch's name for what a trial runs on."""
+        return "cuda" if self.gpus else "cpu"
+
     def room(self, cpus: float, gpus: float) -> int:
         """How many trials one machine with so many CPUs and GPUs has room for."""
         by_cpu = cpus / self.cpus
