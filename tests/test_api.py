@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import Engine, delete
 
 from service.database import open_engine
+from service.metrics import Metrics
 from service.settings import Settings
 from service.sweeps import SweepController
 from service.tables import answers, sweeps
@@ -558,7 +559,16 @@ def test_request_that_is_under_way_is_told_so_and_its_answer_later(
     assert idle.post("/v1/sweeps", json=SPEC, headers=KEY).content == first.result().content
 
 
-def test_client_that_goes_away_in_the_middle_and_asks_again_makes_one_sweep(idle: httpx.Client) -> None:
+def test_client_that_goes_away_in_the_middle_and_asks_again_makes_one_sweep(
+    idle: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, ended = threading.Semaphore(0), Metrics.ended
+
+    def leaving(metrics: Metrics) -> None:
+        ended(metrics)
+        left.release()
+
+    monkeypatch.setattr(Metrics, "ended", leaving)
     body = json.dumps(SPEC).encode()
     head = (
         f"POST /v1/sweeps HTTP/1.1\r\nhost: {idle.base_url.host}\r\ncontent-type: application/json\r\n"
@@ -567,14 +577,17 @@ def test_client_that_goes_away_in_the_middle_and_asks_again_makes_one_sweep(idle
     for _ in range(5):
         with socket.create_connection((idle.base_url.host, idle.base_url.port or 80)) as connection:
             connection.sendall(head + body)
-    response = None
+    response, requests = None, 5
     while response is None or response.status_code == 409:
         response = idle.post(
             "/v1/sweeps",
             content=body,
             headers={"idempotency-key": "gone", "content-type": "application/json"},
         )
+        requests += 1
     assert response.status_code == 201
+    for _ in range(requests):
+        assert left.acquire(timeout=20)  # the answer may overtake requests of those who went away
     assert count(idle) == 1
 
 
