@@ -259,6 +259,12 @@ def open_ledger(spec: SweepSpec, storage: Any, journal: MemoryJournal) -> StudyL
     return StudyLedger(spec, SWEEP, storage, journal, CheckpointStore("memory://ledger"))
 
 
+def taken(ledger: StudyLedger) -> Task:
+    task = ledger.next_task()
+    assert task is not None
+    return task
+
+
 def drive(ledger: StudyLedger, work: Callable[[Task], Iterator[Report]] = reports) -> None:
     """One task after another until none is left."""
     while (task := ledger.next_task()) is not None:

@@ -35,6 +35,7 @@ from tests.fakes import (
     rows,
     spec,
     states,
+    taken,
     valid_loss,
     wish,
     with_loss,
@@ -396,12 +397,6 @@ def test_a_larger_trial_that_is_the_only_one_left_runs_to_its_end(others_wants: 
         ledger.share([Node(8, 1)])
         assert ledger.record(again, said) or said.finished, "it would be parked and begun for ever"
     assert states(storage) == [TrialState.COMPLETE]
-
-
-def taken(ledger: StudyLedger) -> Task:
-    task = ledger.next_task()
-    assert task is not None
-    return task
 
 
 @pytest.mark.parametrize("failure_class", ["diverged", "out_of_memory", "user_error"])

@@ -27,6 +27,7 @@ from tests.fakes import (
     rows,
     spec,
     states,
+    taken,
     wish,
     with_loss,
 )
@@ -270,6 +271,8 @@ def test_a_sweep_takes_what_others_leave_it_and_gives_back_what_is_theirs_with_t
     assert ledger.is_full
     assert ledger.next_task() is None
     assert not ledger.exhausted
+    for task in tasks:
+        assert ledger.record(task, Report(epoch=None)) is True
     claims(journal, (0, 9))
     ledger.share([Node(2), Node(1)])
     assert ledger.record(tasks[0], report(tasks[0], 1)) is False, "two of three are the other's"
@@ -294,6 +297,28 @@ def test_a_sweep_takes_what_others_leave_it_and_gives_back_what_is_theirs_with_t
             ledger.record(task, said)
     drive(ledger)
     assert len(rows(storage)) == 6
+
+
+def test_where_a_node_is_lost_no_trial_of_another_node_makes_room_for_one_that_has_not_begun(
+    storage: BaseStorage,
+) -> None:
+    """Whoever was there is handed out again before the share has fallen, and waits for a place."""
+    journal = MemoryJournal()
+    ledger = open_ledger(spec(), storage, journal)
+    claims(journal)
+    ledger.share([Node(1), Node(1)])
+    healthy, lost = taken(ledger), taken(ledger)
+    for task in (healthy, lost):
+        assert ledger.record(task, report(task, 1)) is True
+    ledger.lost(lost, "its node has died")
+    again = taken(ledger)
+    ledger.share([Node(1)])
+    assert ledger.record(healthy, report(healthy, 2)) is True
+    assert ledger.next_task() is None
+    assert ledger.record(again, Report(epoch=None)) is False, "it has found a place that is another's"
+    assert ledger.record(healthy, report(healthy, 3)) is False, "it is done"
+    assert [name for name, _ in journal.events].count("trial_paused") == 1
+    assert (taken(ledger).attempt, len(rows(storage))) == (3, 2)
 
 
 def test_a_sweep_wants_as_much_as_it_has_left_to_do(storage: BaseStorage) -> None:

@@ -190,6 +190,8 @@ class StudyLedger:
         """That it is of."""
         self._enlarged: set[int] = set()
         """Trials that have twice what the others have of a GPU."""
+        self._heard_of: set[int] = set()
+        """Trials of which there has been a report since they were handed out last."""
         self._waits_for: str | None = None
         self._adopt_new_rows()
         self._tell_of_ends()
@@ -264,10 +266,14 @@ class StudyLedger:
 
     @property
     def _has_too_many(self) -> bool:
-        """Whether one of those that run is to make room: not the only one, where it could begin anew."""
+        """Whether one of those that run is to make room: not the only one, where it could begin anew.
+
+        One that has not been heard of since it was handed out may wait for a place: it has none to leave.
+        """
         if self._share is None:
             return False
-        return self._taken > self._share and (self._running > 1 or self._share < 1)
+        there = (self._heard_of & self._trials.keys()) - set(self._waiting)
+        return sum(map(self._size, there)) > self._share and (len(there) > 1 or self._share < 1)
 
     @property
     def _running(self) -> int:
@@ -371,6 +377,7 @@ class StudyLedger:
                 self.heed(self._journal.beat())
                 continue
             self._waiting.popleft()
+            self._heard_of.discard(number)
             return task
         return None
 
@@ -432,6 +439,7 @@ class StudyLedger:
         if task.number not in self._trials:  # it was written down, and that was not answered
             return False
         trial = self._trials[task.number]
+        self._heard_of.add(task.number)
         if report.epoch is not None:
             self._record_epoch(trial, task, report, report.epoch)
             if self._has_reached_target(trial):
@@ -594,6 +602,7 @@ class StudyLedger:
         row = self._study.get_trials(deepcopy=False)[number]
         self._journal.record_event("trial_finished", **told_of_end(row))
         del self._trials[number]
+        self._heard_of.discard(number)
         if number in self._waiting:
             self._waiting.remove(number)
         if state != TrialState.FAIL:
