@@ -190,6 +190,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown preset": ({"preset": "paper"}, "/preset"),
     "preset that is no name": ({"preset": ["quickstart"]}, "/preset"),
     "more than one GPU": ({"resources": {"gpus": 2}}, "/resources/resources/gpus"),
+    "of a GPU so little that Ray counts none": ({"resources": {"gpus": 0.0009}}, "/resources/resources/gpus"),
     "unknown baseline": ({"baseline": "plain"}, "/baseline"),
     "baseline that no perplexity goes below": ({"baseline": 1}, "/baseline/constrained-float"),
     "no arms": ({"arms": {}}, "/arms"),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -319,11 +320,21 @@ class Budget(Wire):
     """So many trials may fail; with one more the sweep has failed."""
 
 
+LEAST_GPU = 0.001
+
+
+def _enough_of_a_gpu(gpus: float) -> float:
+    if 0 < gpus < LEAST_GPU:
+        words = "Input should be 0, or at least {least} of a GPU: Ray counts in ten-thousandths of one"
+        raise PydanticCustomError("too_little_of_a_gpu", words, {"least": LEAST_GPU})
+    return gpus
+
+
 class Resources(Wire):
     """What one trial takes."""
 
     cpus: Annotated[FiniteFloat, Field(ge=0.1)] = 1
-    gpus: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0
+    gpus: Annotated[FiniteFloat, Field(ge=0, le=1), AfterValidator(_enough_of_a_gpu)] = 0
     """A trial runs on one GPU at most; a fraction below 1 lets trials share one."""
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     """Trials at once; by default as many as there is room for."""
