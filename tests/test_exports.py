@@ -628,6 +628,7 @@ def test_the_command_saves_each_format_verified_and_replaces_nothing_unasked(
 # In the dashboard.
 
 
+@FILE
 @pytest.mark.slow
 def test_stock_optuna_dashboard_opens_the_file(client: httpx.Client, tmp_path: Path) -> None:
     """The program itself, as a process of its own."""
