@@ -43,8 +43,6 @@ PREFIX = "198.18.0"
 """Of the addresses of containers that have a network; RFC 2544: for tests."""
 TRAINING = ("ray::LanguageMo", "ray::ResourceTr")
 """Names of processes that run trials, as the kernel cuts them off."""
-NAMES_FROM_A_FILE = {"GRPC_DNS_RESOLVER": "native"}
-"""Ray's own resolver asks a name server, as Docker has one, and reads no /etc/hosts."""
 POWERLESS = "--no-new-privs --bounding-set=-all --inh-caps=-all"
 INHERITED = re.compile(r"PIP_\w+|\w+_proxy|\w+_PROXY")
 """Variables that say how this machine reaches packages."""
@@ -252,8 +250,12 @@ ln -s /proc/self/fd "$ROOT/dev/fd"
 mkdir "$ROOT/dev/shm"
 mount -t tmpfs -o noexec,nosuid,nodev,mode=1777,size="$SHM" tmpfs "$ROOT/dev/shm"
 if [ -n "$VOLUME" ]; then mount --bind "$VOLUME" "$ROOT/data"; fi
-mount --bind "$SECRETS" "$ROOT/run/secrets"
-mount -o remount,bind,ro "$ROOT/run/secrets"
+mount -t tmpfs -o mode=755 tmpfs "$ROOT/run/secrets"
+for given in $(ls "$SECRETS"); do
+  touch "$ROOT/run/secrets/$given"
+  mount --bind "$SECRETS/$given" "$ROOT/run/secrets/$given"
+  mount -o remount,bind,ro "$ROOT/run/secrets/$given"
+done
 mount --bind "$HOSTS" "$ROOT/etc/hosts"
 mount -o remount,bind,ro "$ROOT/etc/hosts"
 mount -o remount,bind,ro "$ROOT"
@@ -399,8 +401,12 @@ def wait_until(is_so: Callable[[], bool], what: str, seconds: float = 600) -> No
 
 
 def new_volume(root: Path, volume: Path) -> None:
-    """As an engine makes it: with contents and owner of the image's folder."""
     shutil.rmtree(volume.parent, ignore_errors=True)
+    fill_volume(root, volume)
+
+
+def fill_volume(root: Path, volume: Path) -> None:
+    """As an engine makes it: with contents and owner of the image's folder."""
     shutil.copytree(root / "data", volume)
     of_image = (root / "data").stat()
     os.chown(volume, of_image.st_uid, of_image.st_gid)
@@ -408,7 +414,7 @@ def new_volume(root: Path, volume: Path) -> None:
 
 def make_secret(folder: Path, name: str, value: str) -> None:
     """As up.sh leaves it."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     (folder / name).write_text(value + "\n")
     (folder / name).chmod(0o444)
 
@@ -417,7 +423,7 @@ def live(image: Image, systems: RootFileSystems, folder: Path) -> None:
     """What compose.yaml and the manifests rely on, looked at."""
     root, volume, given = systems.root(image.stage), folder / "life" / "volume", folder / "life" / "secrets"
     new_volume(root, volume)
-    given.mkdir()
+    given.mkdir(mode=0o700)
     token = f"frt_{secrets.token_hex(6)}_{secrets.token_hex(32)}"
 
     def ok(holds: bool, what: str) -> None:
@@ -467,7 +473,18 @@ def live(image: Image, systems: RootFileSystems, folder: Path) -> None:
     started.output(*CLIENT, "fetch", sweep, "--out", "/data/best.tar")
     ok((volume / "best.tar").stat().st_size > 10_000, "its best checkpoint can be fetched")
     ok(not started.zombies(), "there are no zombies")
+    started.output("fraternal", "backup", "/data/backups/monday")
     ok(started.stop()[0] == 0, "it ends with 0")
+
+    restored = folder / "life" / "restored"
+    fill_volume(root, restored)
+    shutil.copytree(volume / "backups", restored / "backups")  # root's, as what is mounted may be
+    started = Container(replace(image, command=["restore", "/data/backups/monday"]), root, restored, given)
+    ok(started.wait() == 0, "a backup is restored into an empty volume")
+    started = Container(image, root, restored, given)
+    wait_until(started.is_healthy, "a service begins with it")
+    ok(told(started)["state"] == "succeeded", "and has the sweep")
+    ok(started.stop()[0] == 0, "it ends with 0, too")
     ok(token not in started.log.read_text(), "the token stands nowhere in the log")
 
 
@@ -498,7 +515,7 @@ def composed(image: Image, root: Path) -> dict[str, Image]:
     return {
         name: replace(
             image,
-            env={**image.env, **service["environment"], **NAMES_FROM_A_FILE},
+            env={**image.env, **service["environment"]},
             entrypoint=service.get("entrypoint", image.entrypoint),
             command=service.get("command", image.command),
             health=service["healthcheck"]["test"][1:] if "healthcheck" in service else image.health,

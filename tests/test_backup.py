@@ -439,3 +439,6 @@ def test_mount_point_is_refused_before_anything_is_written(
     make_backup(small.settings, tmp_path / "backup", quiet)
     with pytest.raises(CommandFailed, match="a file system is mounted: name a folder below it"):
         restore_backup(tmp_path / "backup", Settings(data_dir=small_disk), quiet)
+    assert list(small_disk.iterdir()) == []
+    restore_backup(tmp_path / "backup", Settings(data_dir=small_disk / "below"), quiet)
+    assert [path.name for path in small_disk.iterdir()] == ["below"], "as images have it"
