@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,8 @@ DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SECRETS = {"fraternal_admin_token", "fraternal_database_password"}
 """Of the service; Ray's are its own."""
+VOLUME = "/data"
+"""What the image keeps for longer than a container's life."""
 DIGEST = re.compile(r"[a-z/]+:\d+\.\d+[\w.-]*@sha256:[0-9a-f]{64}")
 
 
@@ -182,6 +185,13 @@ def test_the_image_is_of_a_user_without_rights_and_process_1_is_an_init() -> Non
     assert {"FRATERNAL_HOST": "0.0.0.0", "TZ": "UTC", "LANG": "C.UTF-8"}.items() <= image.env.items()
 
 
+def test_the_service_has_a_folder_of_the_volume_so_that_a_backup_can_be_restored_there() -> None:
+    """Where a file system is mounted, `fraternal restore` refuses: nothing can be renamed to it."""
+    _, image = noted()
+    assert Path(image.env["FRATERNAL_DATA_DIR"]).parent == Path(VOLUME) == Path(image.workdir)
+    assert f"--mode=0750 {VOLUME}\n" in DOCKERFILE
+
+
 def test_the_health_check_tells_a_ready_service_from_none(tmp_path: Path) -> None:
     _, image = noted()
     python, *arguments = image.health
@@ -281,7 +291,7 @@ def test_docker_compose_takes_the_composition(tmp_path: Path) -> None:
     assert controller["ports"] == [
         {"mode": "ingress", "host_ip": "127.0.0.1", "target": 8123, "published": "8123", "protocol": "tcp"}
     ]
-    assert {mount["target"] for mount in controller["volumes"]} == {"/data", "/corpora"}
+    assert {mount["target"] for mount in controller["volumes"]} == {VOLUME, "/corpora"}
     assert {secret["source"] for secret in controller["secrets"]} == SECRETS
     assert "ports" not in database
     assert whole["networks"]["inside"]["internal"]
@@ -337,6 +347,11 @@ def test_docker_compose_takes_the_cluster(tmp_path: Path) -> None:
         "ray-head": "service_healthy",
     }
     assert worker["depends_on"]["ray-head"]["condition"] == "service_healthy"
+    for service in (controller, worker):
+        assert service["depends_on"]["ray-head"]["restart"], "who is of the old version ends before the new one"
+        assert service["environment"]["GRPC_DNS_RESOLVER"] == "native"
+    for service in (head, worker):
+        assert service["pull_policy"] == "never", "it is built here"
     assert (worker["deploy"]["replicas"], float(worker["cpus"])) == (3, 2.0)
     assert worker["command"] == [f"--address={controller['environment']['FRATERNAL_RAY_ADDRESS']}"]
 
@@ -402,17 +417,12 @@ def test_settings_and_secrets_of_the_composition_are_the_services_own(tmp_path: 
 
 
 def test_one_command_makes_secrets_once_and_brings_everything_up(tmp_path: Path) -> None:
-    shutil.copy(DOCKER / "up.sh", tmp_path)
-    engine = tmp_path / "bin" / "docker"
-    engine.parent.mkdir()
-    engine.write_text('#!/bin/sh\necho "$PWD $*" >> "$0.asked"\n')  # which is not there in tests
-    engine.chmod(0o755)
-    env = {**os.environ, "PATH": f"{engine.parent}:{os.environ['PATH']}"}
+    played, asked = played_engine(tmp_path)
 
     def up() -> str:
-        command = [tmp_path / "up.sh", "--no-color"]
-        done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, umask=0o022)
+        done = played("--no-color")
         assert done.returncode == 0, done.stderr
+        assert "http://0.0.0.0:80/" in done.stdout, "where it is reached, be that said in docker/.env"
         return done.stdout
 
     said = up()
@@ -424,8 +434,39 @@ def test_one_command_makes_secrets_once_and_brings_everything_up(tmp_path: Path)
     said += up()
     assert {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()} == made
     assert not [secret for secret in made.values() if secret.strip() in said]
-    asked = (engine.parent / "docker.asked").read_text().splitlines()
-    assert asked == [f"{tmp_path} compose up --build --detach --wait --no-color"] * 2
+    begun = [line for line in asked.read_text().splitlines() if " up " in line]
+    assert begun == [f"{tmp_path} compose up --build --detach --wait --no-color"] * 2
+
+
+def test_no_secret_is_left_empty_where_none_could_be_made(tmp_path: Path) -> None:
+    """It would be taken for one ever after."""
+    played, asked = played_engine(tmp_path)
+    broken = tmp_path / "bin" / "openssl"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    assert played().returncode != 0
+    assert list((tmp_path / "secrets").iterdir()) == []
+    assert not asked.exists(), "nothing is begun without them"
+    broken.unlink()
+    assert played().returncode == 0
+
+
+def played_engine(folder: Path) -> tuple[Callable[..., subprocess.CompletedProcess[str]], Path]:
+    """up.sh with a docker that only notes what it is asked, since there is none in tests; and these notes."""
+    shutil.copy(DOCKER / "up.sh", folder)
+    engine = folder / "bin" / "docker"
+    engine.parent.mkdir()
+    engine.write_text(
+        '#!/bin/sh\necho "$PWD $*" >> "$0.asked"\n[ "$2" != port ] || echo 0.0.0.0:80\n'
+    )
+    engine.chmod(0o755)
+    env = {**os.environ, "PATH": f"{engine.parent}:{os.environ['PATH']}"}
+
+    def played(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [folder / "up.sh", *options]
+        return subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, umask=0o022)
+
+    return played, engine.with_suffix(".asked")
 
 
 # Kubernetes.
@@ -560,7 +601,7 @@ def test_the_manifests_fit_the_image_and_one_another() -> None:
     assert container["ports"][0]["containerPort"] == int(image.env["FRATERNAL_PORT"])
     assert not spec["enableServiceLinks"], "a Service named fraternal would set FRATERNAL_PORT to tcp://…"
     paths = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    assert {image.env["FRATERNAL_DATA_DIR"], image.env["HOME"], "/dev/shm"} <= set(paths)
+    assert {VOLUME, image.env["HOME"], "/dev/shm"} <= set(paths)
     assert set(paths.values()) == {volume["name"] for volume in spec["volumes"]}
     (folder,) = [one["value"] for one in container["env"] if one["name"] == "FRATERNAL_SECRETS_DIR"]
     assert paths[folder] == "secrets"
