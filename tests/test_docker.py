@@ -265,7 +265,8 @@ def composed(tmp_path: Path, *files: str, **environment: str) -> dict[str, Any]:
     """What `docker compose config` makes of them."""
     here = tmp_path / "docker"
     if not here.exists():
-        shutil.copytree(DOCKER, here, ignore=shutil.ignore_patterns("secrets", "corpora"))
+        of_whoever_runs_it = shutil.ignore_patterns("secrets", "corpora", ".env", "compose.own.yaml")
+        shutil.copytree(DOCKER, here, ignore=of_whoever_runs_it)
         (here / "secrets").mkdir()
         for name in {*SECRETS, "ray_auth_token"}:
             (here / "secrets" / name).write_text("planted-xyzzy")
@@ -348,7 +349,7 @@ def test_docker_compose_takes_the_cluster(tmp_path: Path) -> None:
     }
     assert worker["depends_on"]["ray-head"]["condition"] == "service_healthy"
     for service in (controller, worker):
-        assert service["depends_on"]["ray-head"]["restart"], "who is of the old version ends before the new one"
+        assert service["depends_on"]["ray-head"]["restart"], "the old version ends before the new one"
         assert service["environment"]["GRPC_DNS_RESOLVER"] == "native"
     for service in (head, worker):
         assert service["pull_policy"] == "never", "it is built here"
@@ -396,6 +397,51 @@ def test_ray_understands_the_cluster_of_the_composition() -> None:
     assert str(worker["node_manager_port"]) in services["ray-worker"]["healthcheck"]["test"][-1]
     ours = {name for name in services["ray-worker"]["environment"] if name.startswith("FRATERNAL_")}
     assert ours == {NODE_DIR}
+
+
+README = (DOCKER / "README.md").read_text()
+
+
+def test_what_the_readme_has_us_write_is_a_composition(tmp_path: Path) -> None:
+    """Of .env, and of a file of one's own, by COMPOSE_FILE: as pasted."""
+    written = dict(re.findall(r"^cat >>? (\S+) <<'END'\n(.*?)^END$", README, re.MULTILINE | re.DOTALL))
+    assert set(written) == {".env", "compose.own.yaml"}
+    composed(tmp_path, "compose.yaml")
+    here = tmp_path / "docker"
+    (here / "secrets" / "aws").touch()
+    (here / "compose.own.yaml").write_text(written["compose.own.yaml"])
+    (here / ".env").write_text(written[".env"])
+    services = composed(tmp_path)["services"]
+    worker = services["ray-worker"]
+    assert (worker["deploy"]["replicas"], float(worker["cpus"])) == (3, 2.0)
+    files = re.findall(r"COMPOSE_FILE=([\w.:]+)", README)
+    assert len(files) == 4
+    for named in files:
+        (here / ".env").write_text(f"COMPOSE_FILE={named}\n")
+        services = composed(tmp_path)["services"]
+        assert ("ray-worker" in services) == ("cluster" in named), named
+        if "own" in named:
+            assert services["controller"]["environment"]["FRATERNAL_STORE_URL"] == "s3://BUCKET/PREFIX"
+            for name in ("controller", "ray-worker"):
+                secret = services[name]["environment"]["AWS_SHARED_CREDENTIALS_FILE"]
+                targets = {one["target"] for one in services[name]["secrets"]}
+                assert {secret, "/run/secrets/ray_auth_token"} <= targets
+
+
+def test_every_variable_of_a_composition_is_in_the_readme() -> None:
+    files = [path.read_text() for path in DOCKER.glob("compose*.yaml")]
+    named = {name for text in files for name in re.findall(r"\$\{(\w+)", text)}
+    assert len(named) > 10
+    assert {name for name in named if not re.search(rf"`{name}\b", README)} == set()
+
+
+def test_commands_of_the_readme_fit_the_folder_that_they_are_asked_in() -> None:
+    """compose knows what .env has in its own folder, where no file is named; secrets are in a closed one."""
+    assert not re.search(r"docker compose (-f|--file)", README)
+    mounted = re.findall(r"[\w$/\"]*secrets\S*:/run/secrets\S*", README)
+    assert mounted, "in docker run"
+    for source, target, _ in (mount.strip('"').split(":") for mount in mounted):
+        assert {Path(source).name, Path(target).name} <= SECRETS, "files: nobody else enters the folder"
 
 
 def test_settings_and_secrets_of_the_composition_are_the_services_own(tmp_path: Path) -> None:
@@ -456,9 +502,7 @@ def played_engine(folder: Path) -> tuple[Callable[..., subprocess.CompletedProce
     shutil.copy(DOCKER / "up.sh", folder)
     engine = folder / "bin" / "docker"
     engine.parent.mkdir()
-    engine.write_text(
-        '#!/bin/sh\necho "$PWD $*" >> "$0.asked"\n[ "$2" != port ] || echo 0.0.0.0:80\n'
-    )
+    engine.write_text('#!/bin/sh\necho "$PWD $*" >> "$0.asked"\n[ "$2" != port ] || echo 0.0.0.0:80\n')
     engine.chmod(0o755)
     env = {**os.environ, "PATH": f"{engine.parent}:{os.environ['PATH']}"}
 
