@@ -24,7 +24,7 @@ from service.launcher import LocalLauncher
 from service.logs import log_to_standard_error
 from service.protocol import Http
 from service.revisions import check_schema, database_errors, is_missing
-from service.settings import Settings, read_settings
+from service.settings import USUAL_SECRETS_DIR, Settings, is_closed_off_from_secrets, read_settings
 from service.streams import Abortable
 from service.tokens import Tokens, has_valid_token
 
@@ -109,11 +109,12 @@ def _require_token_off_loopback(settings: Settings) -> None:
     with database_errors():
         check_schema(url)
         if is_missing(url) or not _has_valid_token(url):
+            closed = f"; {USUAL_SECRETS_DIR} is a folder that the user of id {os.geteuid()} cannot enter"
             raise CommandFailed(
                 f"host {settings.host!r} is not loopback, other machines can reach it, and there is no valid "
                 f"token: make one with `fraternal token create --name NAME --scope admin --data-dir "
                 f"{settings.data_dir}`, give one as FRATERNAL_ADMIN_TOKEN, or listen on "
-                "127.0.0.1 and come through an SSH tunnel"
+                f"127.0.0.1 and come through an SSH tunnel{closed if is_closed_off_from_secrets() else ''}"
             )
 
 

@@ -12,6 +12,7 @@ from pydantic_settings import (
     PydanticBaseSettingsSource,
     SecretsSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
@@ -179,10 +180,16 @@ def find_secrets_dir() -> Path | None:
     """Raises CommandFailed where one is named that is not there."""
     named = os.environ.get(SECRETS_DIR)
     if named is None:
-        return USUAL_SECRETS_DIR if os.access(USUAL_SECRETS_DIR, os.R_OK | os.X_OK) else None
+        enters = os.access(USUAL_SECRETS_DIR, os.R_OK | os.X_OK, effective_ids=True)
+        return USUAL_SECRETS_DIR if enters else None
     if named and not Path(named).is_dir():
         raise CommandFailed(f"{SECRETS_DIR} is {named!r}, which is no folder: name one, or unset it")
     return Path(named) if named else None
+
+
+def is_closed_off_from_secrets() -> bool:
+    """Whether they are where containers have them, in a folder that this user cannot enter."""
+    return SECRETS_DIR not in os.environ and USUAL_SECRETS_DIR.is_dir() and find_secrets_dir() is None
 
 
 def own_database_url(data_dir: Path) -> str:
@@ -207,6 +214,13 @@ def read_settings(database_url: str | None, **given: Any) -> Settings:
         given["database_url"] = database_url
     try:
         return Settings(**given)
+    except (SettingsError, OSError) as error:
+        cause = error.__cause__ or error
+        if not isinstance(cause, OSError):
+            raise CommandFailed(f"{error}: {cause}") from error
+        raise CommandFailed(
+            f"{cause.filename} cannot be read: {cause.strerror}; the user of id {os.geteuid()} has to be let"
+        ) from error
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "settings"

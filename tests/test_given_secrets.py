@@ -6,8 +6,9 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -87,6 +88,38 @@ def test_a_folder_of_secrets_that_is_not_there_is_named(folder: Path) -> None:
     folder.rmdir()
     with pytest.raises(CommandFailed, match="secrets', which is no folder"):
         read_settings(None)
+
+
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """As a user who may read no more than others may, as containers have it."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(10001)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@pytest.mark.parametrize("closed", ["file", "folder"])
+def test_a_secret_that_this_user_may_not_read_is_named(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as made:  # whose parents all may enter
+        folder, written = Path(made), Path(made, "fraternal_database_password")
+        folder.chmod(0o755)
+        written.write_text(PASSWORD)
+        shut = written if closed == "file" else folder
+        shut.chmod(0)
+        monkeypatch.setenv("FRATERNAL_SECRETS_DIR", str(folder))
+        with without_rights(), pytest.raises(CommandFailed, match=f"{shut} cannot be read: Perm") as error:
+            read_settings(None)
+        assert str(error.value).endswith("has to be let")
+        assert not service.settings.is_closed_off_from_secrets()
+        monkeypatch.delenv("FRATERNAL_SECRETS_DIR")
+        monkeypatch.setattr(service.settings, "USUAL_SECRETS_DIR", folder)
+        with without_rights():
+            assert service.settings.is_closed_off_from_secrets() == (closed == "folder")
+        folder.chmod(0o755)
 
 
 def test_the_password_goes_into_a_url_that_has_none(folder: Path) -> None:
