@@ -4,6 +4,7 @@ Each host has its own address, so that the ports are the composition's; the serv
 """
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -24,9 +25,12 @@ from tests.service_process import running_service, small_spec, wait_until, write
 
 pytestmark = pytest.mark.slow
 
-SERVICES = yaml.safe_load((Path(__file__).parent.parent / "docker" / "compose.cluster.yaml").read_text())[
-    "services"
-]
+DOCKER = Path(__file__).parent.parent / "docker"
+SERVICES = yaml.safe_load((DOCKER / "compose.cluster.yaml").read_text())["services"]
+OF_THE_IMAGE = dict(
+    re.findall(r"^    ((?:RAY|GRPC)_\w+)=(\S+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
+)
+"""What it says to Ray."""
 
 
 class Composed:
@@ -38,7 +42,7 @@ class Composed:
         written = [*self._service["entrypoint"], *self._service["command"]]
         assert written[:4] == ["tini", "--", "ray", "start"]
         options = [option.replace("ray-head:", f"{head}:") for option in written[4:]]
-        environment = dict(self._service["environment"])
+        environment = {**OF_THE_IMAGE, **self._service["environment"]}
         assert environment["RAY_AUTH_TOKEN_PATH"] == "/run/secrets/ray_auth_token"
         environment["RAY_AUTH_TOKEN_PATH"] = str(token)
         if name == "ray-worker":
@@ -91,6 +95,7 @@ def test_the_composed_head_and_worker_run_a_sweep(folder: Path, tmp_path: Path) 
     token = folder / "ray_auth_token"
     token.write_text(secrets.token_hex(32) + "\n")
     token.chmod(0o444)  # as up.sh leaves it
+    assert OF_THE_IMAGE
     controller: dict[str, Any] = SERVICES["controller"]["environment"]
     assert controller["FRATERNAL_RAY_ADDRESS"] == "ray-head:6379"
     started: list[Composed] = []
@@ -107,6 +112,7 @@ def test_the_composed_head_and_worker_run_a_sweep(folder: Path, tmp_path: Path) 
             started.append(worker)
             worker.wait()
             given = {
+                **OF_THE_IMAGE,
                 **controller,
                 "RAY_AUTH_TOKEN_PATH": str(token),
                 "FRATERNAL_RAY_ADDRESS": f"{here.ip}:6379",
