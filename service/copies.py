@@ -52,6 +52,8 @@ def snapshot(engine: Engine) -> Iterator[Connection]:
     else:
         options = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         with engine.connect().execution_options(**options) as connection:
+            # Files may be read for long between two looks, and nobody waits for who only looks.
+            connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
             yield connection
 
 

@@ -2,6 +2,8 @@
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,16 @@ from typing import Any
 import alembic.command
 import alembic.config
 from pydantic_core import from_json
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, func, select
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import InternalError, OperationalError
 
-POSTGRESQL = {"options": "-c idle_in_transaction_session_timeout=30000"}
-"""How it is connected to. A process that is frozen in the middle of a write would keep its locks for ever."""
+IDLE = "-c idle_in_transaction_session_timeout=30000"
+"""To PostgreSQL: a process that is frozen in the middle of a write would keep its locks for ever."""
+READ_ONLY = "25006"
+"""What PostgreSQL calls it that nothing can be written there: it has become another server's standby, say."""
+LOCK_OF_ONE = 7_257_108
+"""The number of PostgreSQL's advisory lock, in each database, for `one_at_a_time`."""
 
 POOL = {"pool_size": 10, "max_overflow": 55}
 """A connection for every thread that may want one, 40 of anyio's, those of service/turns.py and a few of our
@@ -29,26 +35,48 @@ _turns: dict[str, threading.Lock] = {}
 
 def open_engine(url: str, **options: Any) -> Engine:
     """An engine for our tables; SQLite in WAL mode with a patient lock."""
-    sqlite = make_url(url).get_backend_name() == "sqlite"
-    engine = create_engine(
-        url,
-        connect_args={"timeout": PATIENCE_S} if sqlite else POSTGRESQL,
-        pool_pre_ping=not sqlite,
-        **({"pool_size": 40} if sqlite else POOL),
-        **{"json_deserializer": _lenient_json, **options},
-    )
-    if sqlite:
-        tune_sqlite(engine)
-    else:
-        event.listen(engine, "handle_error", _say_that_it_is_away)
+    sqlite = is_sqlite(url)
+    pool = {"pool_size": 40} if sqlite else {"pool_pre_ping": True, **POOL}
+    engine = create_engine(url, **connecting(url), **pool, **{"json_deserializer": _lenient_json, **options})
+    tune(engine)
     return engine
 
 
+def is_sqlite(url: str) -> bool:
+    return make_url(url).get_backend_name() == "sqlite"
+
+
+def connecting(url: str) -> dict[str, Any]:
+    """How whoever makes an engine connects, as arguments of SQLAlchemy's `create_engine`.
+
+    What the URL or PGOPTIONS say stays: a schema, say. But what we write counts on READ COMMITTED, where a
+    statement that has waited for a lock sees what came of it, and on UTF-8, whatever a server has by default.
+    """
+    if is_sqlite(url):
+        return {"connect_args": {"timeout": PATIENCE_S}}
+    parsed = make_url(url)
+    given = parsed.normalized_query.get("options") or [os.environ.get("PGOPTIONS", "")]
+    arguments: dict[str, Any] = {"options": " ".join([IDLE, *given]).strip(), "client_encoding": "utf8"}
+    if parsed.get_driver_name() == "psycopg":
+        arguments |= {"prepare_threshold": None}  # PgBouncer gives each transaction another connection
+    return {"connect_args": arguments, "isolation_level": "READ COMMITTED"}
+
+
+def tune(engine: Engine) -> None:
+    """What an engine needs beside how it connects, Optuna's too."""
+    if engine.dialect.name == "sqlite":
+        tune_sqlite(engine)
+    else:
+        event.listen(engine, "handle_error", _say_that_it_is_away)
+
+
 def _say_that_it_is_away(context: ExceptionContext) -> OperationalError | None:
-    """PostgreSQL that has ended a transaction in which somebody slept says so by an error of its own kind;
-    to be asked again is what helps, as with any other connection that is lost."""
+    """PostgreSQL that has ended a transaction in which somebody slept, or that may no longer be written to,
+    says so by errors of their own kind; to ask again, by a new connection, is what helps with either."""
+    original = context.original_exception
+    if getattr(original, "sqlstate", None) == READ_ONLY:
+        context.is_disconnect = True  # a new one may lead to the server that has taken its place
     if context.is_disconnect and isinstance(context.sqlalchemy_exception, InternalError):
-        original = context.original_exception
         return OperationalError(context.statement, None, original, connection_invalidated=True)
     return None
 
@@ -97,11 +125,21 @@ def migrate(engine: Engine, revision: str = "head") -> None:
     """Bring our tables to this version's shape, or change nothing; what is there already keeps its rows."""
     config = alembic.config.Config()
     config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
-    with engine.begin() as connection:
-        if engine.dialect.name == "sqlite":  # Python's module would commit after every CREATE TABLE
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
+    with one_at_a_time(engine) as connection:
         config.attributes["connection"] = connection
         alembic.command.upgrade(config, revision)
+
+
+@contextmanager
+def one_at_a_time(engine: Engine) -> Iterator[Connection]:
+    """A transaction of which there is one at a time, whatever process at this database has it: what it finds
+    missing, nobody else makes meanwhile."""
+    with engine.begin() as connection:
+        if engine.dialect.name == "sqlite":  # Python's module would begin it later, and commit it too soon
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        else:
+            connection.execute(select(func.pg_advisory_xact_lock(LOCK_OF_ONE)))
+        yield connection
 
 
 def now() -> datetime:

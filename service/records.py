@@ -610,10 +610,11 @@ class SweepJournal:
         mine = select(points).where(points.c.sweep_id == self._sweep_id).order_by(points.c.id).limit(1)
         with self._reaching() as connection:
             found = connection.execute(mine.where(points.c.draw == draw)).one_or_none()
-            if found is None and take:
-                found = connection.execute(mine.where(points.c.draw.is_(None))).one_or_none()
+            free = mine.where(points.c.draw.is_(None))
+            if found is None and take and connection.execute(free).first() is not None:
+                self._renew(connection)  # and look again: until then a client may have taken it back
+                found = connection.execute(free).one_or_none()
                 if found is not None:
-                    self._renew(connection)
                     connection.execute(update(points).where(points.c.id == found.id).values(draw=draw))
         params: Mapping[str, Any] | None = found.params if found is not None else None
         return params
@@ -749,7 +750,8 @@ def fence_writes(engine: Engine, sweep_id: str, generation: int, *, of_driver: b
     @event.listens_for(engine, "commit")
     @event.listens_for(engine, "rollback")
     def forget(connection: Connection) -> None:
-        connection.info.pop("fenced", None)
+        if not connection.invalidated:  # what was known of one that is lost, is lost with it
+            connection.info.pop("fenced", None)
 
 
 def _locked_row(connection: Connection, sweep_id: str, *, required: bool = True) -> Any:

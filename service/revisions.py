@@ -17,6 +17,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
+from service.database import connecting
 from service.errors import CommandFailed, IncompatibleDatabase
 from trials.version import own_version
 
@@ -56,8 +57,9 @@ def check_schema(url: str, *, served: bool = False) -> None:
         if served:
             raise IncompatibleDatabase(f"there is no database {shown(url)}: name the service's --data-dir")
         return
-    engine = create_engine(url, poolclass=NullPool)  # without our pragmas, which would write
+    engine = create_engine(url, poolclass=NullPool, **connecting(url))  # without pragmas, which would write
     with engine.connect() as connection:
+        _require_unicode(url, connection)
         ours, optunas = OURS.found(connection), OPTUNAS.found(connection)
     for tables, found in ((OURS, ours), (OPTUNAS, optunas)):
         if found is not None and found not in tables.known():
@@ -66,6 +68,19 @@ def check_schema(url: str, *, served: bool = False) -> None:
         raise IncompatibleDatabase(_optunas_too_old(url, str(optunas)))
     if served and ours != OURS.known()[0]:
         raise IncompatibleDatabase(_not_served(url, ours))
+
+
+def _require_unicode(url: str, connection: Connection) -> None:
+    """SQLite's text always is, PostgreSQL's as the machine was when its cluster was made."""
+    if connection.dialect.name == "sqlite":
+        return
+    encoding = connection.exec_driver_sql("SHOW server_encoding").scalar_one()
+    if encoding != "UTF8":
+        raise IncompatibleDatabase(
+            f"the database {shown(url)} keeps text as {encoding}, which has not every name that a sweep may "
+            "have: it must be UTF8. Nothing was changed. Make one with "
+            f"CREATE DATABASE {make_url(url).database} ENCODING 'UTF8' TEMPLATE template0"
+        )
 
 
 def _too_new(url: str, tables: TableSet, found: str) -> str:

@@ -18,7 +18,7 @@ from sqlalchemy.pool import NullPool
 from starlette.types import ASGIApp
 
 from service.app import create_app
-from service.database import open_engine
+from service.database import connecting, open_engine
 from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import LocalLauncher
 from service.logs import log_to_standard_error
@@ -126,7 +126,8 @@ def keep_given_token(settings: Settings) -> None:
 
 
 def _has_valid_token(url: str) -> bool:
-    return has_valid_token(create_engine(url, poolclass=NullPool))  # without our pragmas, which would write
+    # Without our pragmas, which would write.
+    return has_valid_token(create_engine(url, poolclass=NullPool, **connecting(url)))
 
 
 def _allow_files(wished: int) -> None:

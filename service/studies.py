@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from optuna.storages import BaseStorage, RDBStorage, get_storage
-from sqlalchemy.engine import make_url
+from sqlalchemy import create_engine
+from sqlalchemy.pool import NullPool
 
-from service.database import PATIENCE_S, POSTGRESQL, tune_sqlite
+from service.database import connecting, is_sqlite, one_at_a_time, tune
 from service.lifecycle import Verb
 from service.records import Records, fence_writes
 from trials.ledger import StudyLedger
@@ -14,12 +15,22 @@ from trials.studies import delete_study, reopen_failed, studies_of
 
 
 def open_storage(url: str) -> RDBStorage:
-    """Optuna's tables, made where they are missing; SQLite as patient as ours."""
-    if make_url(url).get_backend_name() != "sqlite":
-        return RDBStorage(url, engine_kwargs={"pool_pre_ping": True, "connect_args": POSTGRESQL})
-    storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": PATIENCE_S}, "pool_size": 40})
-    tune_sqlite(storage.engine)
+    """Optuna's tables, made where they are missing; connected to as ours are."""
+    pool = {"pool_size": 40} if is_sqlite(url) else {"pool_pre_ping": True}
+    with _nobody_else_making_tables(url):
+        storage = RDBStorage(url, engine_kwargs={**connecting(url), **pool})
+    tune(storage.engine)
     return storage
+
+
+@contextmanager
+def _nobody_else_making_tables(url: str) -> Iterator[None]:
+    """Optuna looks whether they are there, and makes them then. SQLite's own are one service's, as a rule."""
+    if is_sqlite(url):  # where Optuna could not write while we do
+        yield
+    else:
+        with one_at_a_time(create_engine(url, poolclass=NullPool, **connecting(url))):
+            yield
 
 
 def open_fenced_storage(url: str, sweep_id: str, generation: int) -> BaseStorage:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from sqlalchemy import Engine, RowMapping, delete, insert, inspect, select, update
 
-from service.database import aware, naive, now
+from service.database import aware, naive, now, one_at_a_time
 from service.errors import CommandFailed, UnknownToken
 from service.tables import sessions, tokens
 
@@ -125,7 +125,7 @@ class Tokens:
         token_id, secret = parse_token(written)
         given = Token(token_id, FROM_SETTINGS, "admin", _digest(secret), now(), None, None)
         values = {name: _stored(value) for name, value in asdict(given).items()}
-        with self._engine.begin() as connection:
+        with one_at_a_time(self._engine) as connection:  # services may be given it at once
             replaced = (tokens.c.name == FROM_SETTINGS) & (tokens.c.id != token_id)
             revoked = replaced & tokens.c.revoked_at.is_(None)
             over = select(tokens.c.id).where(replaced)

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy import Connection, Engine, RowMapping, delete, func, insert, select, update
 
-from service.database import aware, naive, now
+from service.database import aware, naive, now, one_at_a_time
 from service.errors import InvalidWebhook, Problem, WebhookNotFound
 from service.event_log import find_sweep
 from service.events import encode_message
@@ -81,7 +81,7 @@ class Webhooks:
             "attempts": 0,
             "dropped": 0,
         }
-        with self._engine.begin() as connection:
+        with one_at_a_time(self._engine) as connection:  # they are counted first
             if request.sweep_id is not None and not find_sweep(connection, request.sweep_id):
                 raise _refused("/sweep_id", "no_such_sweep", f"there is no sweep {request.sweep_id!r}")
             if connection.execute(select(func.count()).select_from(webhooks)).scalar_one() >= MOST_WEBHOOKS:

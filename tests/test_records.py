@@ -15,7 +15,8 @@ from pydantic_core import to_json
 from sqlalchemy import event, inspect, text, update
 from sqlalchemy.exc import OperationalError
 
-from service.database import POSTGRESQL, migrate, naive, now, open_engine
+from service import database
+from service.database import migrate, naive, now, open_engine
 from service.errors import IllegalMove, SweepNotFound
 from service.pages import SweepOrder, SweepQuery, read_page
 from service.records import FIRST_LEASE, LEASE, Records, SweepJournal, SweepRecord
@@ -415,11 +416,14 @@ def test_database_that_does_not_answer_says_so(tmp_path: Path) -> None:
 def test_who_is_frozen_in_the_middle_of_a_write_loses_its_locks_on_postgresql(
     server: PostgreSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sooner = POSTGRESQL["options"].replace("idle_in_transaction_session_timeout=30000", "lock_timeout=20s")
-    assert sooner != POSTGRESQL["options"]
-    monkeypatch.setitem(POSTGRESQL, "options", f"{sooner} -c idle_in_transaction_session_timeout=300")
-    engine = open_engine(server.create_database())
+    url = server.create_database()
+    engine = open_engine(url)
     migrate(engine)
+    engine.dispose()
+    sooner = database.IDLE.replace("idle_in_transaction_session_timeout=30000", "lock_timeout=20s")
+    assert sooner != database.IDLE
+    monkeypatch.setattr(database, "IDLE", f"{sooner} -c idle_in_transaction_session_timeout=300")
+    engine = open_engine(url)
     records = Records(engine)
     records.add_sweep("s1", spec())
     with engine.connect() as frozen:
@@ -470,6 +474,24 @@ def test_stop_that_comes_when_a_driver_ends_is_not_forgotten(claimed: SweepRecor
     parked = records.get_sweep("s1")
     assert parked.state == "stopping"
     assert parked.lease_expired
+
+
+def test_point_that_is_taken_back_as_its_draw_begins_is_the_values_of_none(
+    claimed: SweepRecord, records: Records, url: str
+) -> None:
+    """Else one arm of the draw would have them, and the arms that begin later would not."""
+    taken_back, next_one = (records.add_point("s1", {"kappa": kappa})["id"] for kappa in (1.0, 2.0))
+    client, left = Records(open_engine(url)), [taken_back]
+
+    def take_back(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        if left and statement.startswith("SELECT") and "draw IS NULL" in statement:
+            client.remove_point("s1", left.pop())
+
+    event.listen(records.engine, "after_cursor_execute", take_back)
+    journal = SweepJournal(records, "s1", 1)
+    assert journal.point_of(0, take=True) == {"kappa": 2.0} == journal.point_of(0, take=False)
+    assert [(point["id"], point["draw"]) for point in records.list_points("s1")] == [(next_one, 0)]
+    client.engine.dispose()
 
 
 def test_retry_that_was_asked_for_is_off_when_the_sweep_is_cancelled(records: Records) -> None:
