@@ -31,7 +31,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from service.database import naive, now
-from service.events import EventKind, encode_event, encode_message
+from service.events import EventKind, encode_event, encode_message, without_surrogates
 from service.lifecycle import State
 from service.tables import deliveries, events, sweeps, webhooks
 
@@ -53,7 +53,9 @@ def write_event(connection: Connection, sweep_id: str, kind: EventKind | str, de
     The sweep's row must be locked. What happens once in a sweep, an epoch of an attempt say, is told of once,
     however often a transaction that was not answered is done again.
     """
-    storable = {name: None if _is_no_number(value) else value for name, value in detail.items()}
+    storable = {
+        name: None if _is_no_number(value) else without_surrogates(value) for name, value in detail.items()
+    }
     values = {"sweep_id": sweep_id, "at": naive(now()), "kind": kind, "detail": storable}
     written = connection.execute(_WRITE[connection.dialect.name], {**values, "once": _once(kind, detail)})
     event_id = written.scalar_one_or_none()

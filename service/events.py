@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter
-from pydantic_core import PydanticSerializationError, to_json
+from pydantic_core import to_json
 from sqlalchemy import RowMapping
 
 from service.database import aware
@@ -296,10 +296,7 @@ def encode_event(row: RowMapping | Mapping[str, Any]) -> bytes:
         "kind": row["kind"],
         "detail": detail if isinstance(detail, dict) else {},
     }
-    try:
-        return to_json(document, inf_nan_mode="null")
-    except PydanticSerializationError:  # half a surrogate pair, say of a file's name in a message
-        return to_json(_without_surrogates(document), inf_nan_mode="null")
+    return to_json(document, inf_nan_mode="null")
 
 
 def encode_message(kind: str, at: datetime, data: bytes) -> str:
@@ -308,9 +305,11 @@ def encode_message(kind: str, at: datetime, data: bytes) -> str:
     return f'{type_and_time},"data":{data.decode()}}}'
 
 
-def _without_surrogates(value: Any) -> Any:
+def without_surrogates(value: Any) -> Any:
+    """JSON without the halves of surrogate pairs that its text may have, say of a file's name in a message:
+    they can be written, and then whoever reads strictly reads nothing of it."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
-        return {name: _without_surrogates(inner) for name, inner in value.items()}
-    return [_without_surrogates(inner) for inner in value] if isinstance(value, list) else value
+        return {name: without_surrogates(inner) for name, inner in value.items()}
+    return [without_surrogates(inner) for inner in value] if isinstance(value, list) else value

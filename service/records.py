@@ -54,6 +54,7 @@ from trials.perplexity import finite_perplexity
 from trials.rows import MOST_NAMED
 from trials.shares import Claim
 from trials.spec import Budget, Resources, SweepSpec
+from trials.studies import storable
 from trials.verification import Outcome, Verification
 
 LEASE = timedelta(seconds=20)
@@ -362,7 +363,7 @@ class Records:
         False where another generation has taken it over, or the orders `under` which that was decided are no
         longer those of now.
         """
-        values = {"state_reason": _storable(reason)} if reason is not None else {}
+        values = {"state_reason": storable(reason)} if reason is not None else {}
         return self._try(sweep_id, generation, verb, {**values, "lease_until": None}, under)
 
     def switch_study(self, sweep_id: str, generation: int, study: str) -> None:
@@ -629,10 +630,10 @@ class SweepJournal:
             self._renew(connection)
             row = _row(connection, self._sweep_id)
             if row["state"] == "running":
-                _move(connection, row, "pause", {"state_reason": _storable(reason)})
+                _move(connection, row, "pause", {"state_reason": storable(reason)})
 
     def record_waiting(self, reason: str | None) -> None:
-        words = reason and _storable(reason)
+        words = reason and storable(reason)
         mine = (sweeps.c.id == self._sweep_id) & (sweeps.c.state == "running")
         with self._reaching() as connection:
             self._renew(connection)
@@ -650,7 +651,7 @@ class SweepJournal:
         return {number: (row["outcome"], row["recorded_sha256"]) for number, row in found.items()}
 
     def record_verification(self, number: int, verification: Verification) -> None:
-        words = verification.message and _storable(verification.message)
+        words = verification.message and storable(verification.message)
         key = {"sweep_id": self._sweep_id, "number": number}
         values = {**asdict(verification), "message": words, "verified_at": naive(now())}
         same = (verifications.c.sweep_id == self._sweep_id) & (verifications.c.number == number)
@@ -909,12 +910,6 @@ def _clock_of_a_new_driver(row: RowMapping) -> dict[str, Any]:
 
 def _running_s(ran_s: float, since: datetime | None) -> float:
     return ran_s + (max(0.0, (now() - since).total_seconds()) if since is not None else 0.0)
-
-
-def _storable(text: str) -> str:
-    """Text as both databases take it: PostgreSQL knows no NUL, and neither knows half a surrogate pair."""
-    clean = text.encode("utf-8", "replace").decode()
-    return clean.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def _illegal(sweep_id: str, verb: Verb, state: State) -> IllegalMove:

@@ -182,6 +182,7 @@ def test_whatever_a_detail_has_it_is_json_on_one_line(records: Records, detail: 
     written = encode_event(row)
     assert b"\n" not in written
     assert read_event(written).kind == "sweep_submitted"
+    assert row["detail"].keys() == detail.keys()
 
 
 def test_a_damaged_detail_hides_no_other_event(records: Records) -> None:

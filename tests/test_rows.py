@@ -14,7 +14,8 @@ from sqlalchemy import event, text
 from service.studies import open_storage
 from tests.databases import NO_TYPES
 from trials.rows import CONFIG, Remembered, TrialReader, TrialRow
-from trials.studies import DamagedRows, delete_study
+from trials.studies import DamagedRows, delete_study, set_failure
+from trials.tasks import Failure
 
 DISTRIBUTIONS = {
     "kappa": FloatDistribution(0.01, 1, log=True),
@@ -167,6 +168,16 @@ def test_damaged_rows_are_told_of_as_such(optunas: RDBStorage, damage: str) -> N
         reader.read("s1")
     with pytest.raises(DamagedRows):
         reader.find("s1", 0)
+
+
+def test_a_trial_that_failed_in_whatever_words_hides_no_other(storage: BaseStorage) -> None:
+    study = create_study(study_name="s1", storage=storage)
+    for words in ("half a pair \ud800, a NUL \0", "why"):
+        failing = study.ask()
+        set_failure(failing, Failure("user_error", words))
+        study.tell(failing, state=TrialState.FAIL)
+    read = [row.user_attrs["failure_message"] for row in TrialReader(storage).read("s1").trials]
+    assert read == ["half a pair ?, a NUL \N{REPLACEMENT CHARACTER}", "why"]
 
 
 def test_one_trial_is_found_whatever_others_there_are(storage: BaseStorage, database: RDBStorage) -> None:

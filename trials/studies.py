@@ -153,6 +153,12 @@ def set_attributes(trial: Trial, attributes: Mapping[str, Any]) -> None:
         trial._cached_frozen_trial.user_attrs.update(attributes)
 
 
+def storable(text: str) -> str:
+    """Text as both databases take it: PostgreSQL knows no NUL, and neither knows half a surrogate pair."""
+    clean = text.encode("utf-8", "replace").decode()
+    return clean.replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
 def set_failure(trial: Trial, failure: Failure) -> None:
-    trial.set_user_attr("failure_message", failure.message[-4000:])
+    trial.set_user_attr("failure_message", storable(failure.message[-4000:]))
     trial.set_user_attr("failure_class", failure.failure_class)
