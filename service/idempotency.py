@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from service.database import naive, now
-from service.errors import KeyReused, StillCarriedOut
+from service.errors import KeyReused, ServiceError, StillCarriedOut
 from service.schemas import View
 from service.tables import answers
 
@@ -69,8 +69,8 @@ class Idempotency:
 
             try:
                 act(write)
-            except IntegrityError:
-                found = self._find(request)  # another service has just carried it out
+            except (IntegrityError, ServiceError):
+                found = self._find(request)  # another service may just have carried it out
                 if found is None:
                     raise
                 return found

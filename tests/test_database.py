@@ -15,7 +15,8 @@ from sqlalchemy import Engine, event, func, make_url, select, text
 
 from service.copies import snapshot
 from service.database import migrate, open_engine
-from service.errors import IncompatibleDatabase, InvalidWebhook
+from service.errors import IllegalMove, IncompatibleDatabase, InvalidWebhook
+from service.idempotency import Answer, Idempotency, KeyedRequest
 from service.records import Records, SweepJournal
 from service.revisions import check_schema
 from service.studies import open_fenced_storage, open_storage
@@ -292,3 +293,27 @@ def test_webhooks_that_are_made_at_once_are_no_more_than_there_may_be(
     assert sum(isinstance(outcome, InvalidWebhook) for outcome in outcomes) == 1
     with engine.connect() as connection:
         assert connection.execute(select(func.count()).select_from(webhooks)).scalar_one() == 1
+
+
+def test_a_keyed_request_that_another_service_carries_out_meanwhile_is_answered_as_it_was_there(
+    engine: Engine,
+) -> None:
+    """It finds the sweep moved, and by no other request than itself."""
+    records, request = Records(engine), KeyedRequest("", "key", "0f" * 32)
+    records.add_sweep("s1", spec())
+    records.ask("s1", "pause")
+    here, there = Idempotency(engine), Idempotency(engine)
+
+    def resume(write: Any) -> Any:
+        return records.ask("s1", "resume", write)
+
+    def overtaken(write: Any) -> Any:
+        there.once(request, resume, told)
+        return resume(write)
+
+    def told(sweep: Any) -> Answer:
+        return Answer(202, {}, sweep.state)
+
+    assert here.once(request, overtaken, told) == Answer(202, {}, "queued", replayed=True)
+    with pytest.raises(IllegalMove):
+        here.once(KeyedRequest("", "another", "0f" * 32), resume, told)
