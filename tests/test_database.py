@@ -5,13 +5,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
-from sqlalchemy import Engine, event, func, make_url, select, text
+from sqlalchemy import Engine, create_engine, event, func, make_url, select, text
+from sqlalchemy.pool import NullPool
 
 from service.copies import snapshot
 from service.database import migrate, open_engine
@@ -26,7 +28,8 @@ from service.webhook_schemas import WebhookRequest
 from service.webhooks import Webhooks
 from tests.databases import PostgreSQL
 from tests.fakes import spec
-from trials.ledger import JournalAway
+from trials.ledger import JournalAway, StudyLedger
+from trials.store import CheckpointStore
 
 GIVEN = f"frt_{'a' * 12}_{'b' * 43}"
 MEETING_S = 1.0
@@ -181,6 +184,23 @@ def test_a_server_that_may_only_be_read_is_away_and_is_looked_for_by_a_new_conne
     close(storage._backend)
 
 
+def losing(engine: Engine, moment: str) -> list[str]:
+    """Have a connection of an engine ended once, before that statement; empty once it was."""
+    left = [moment]
+    admin = create_engine(engine.url, poolclass=NullPool)
+
+    def lose(connection: Any, statement: str) -> None:
+        if left and statement.startswith(left[0]):
+            left.clear()
+            pid = connection.connection.dbapi_connection.info.backend_pid
+            with admin.connect() as other:  # which waits until it is gone
+                other.execute(select(func.pg_terminate_backend(pid, 10_000)))
+
+    event.listen(engine, "before_cursor_execute", lambda on, _, statement, *__: lose(on, statement))
+    event.listen(engine, "commit", lambda on: lose(on, "COMMIT"))
+    return left
+
+
 @pytest.mark.parametrize("moment", ["UPDATE fraternal_sweeps", "INSERT INTO trial_user_attributes", "COMMIT"])
 def test_a_connection_that_is_lost_in_the_middle_of_a_drivers_write_is_a_database_that_is_away(
     engine_there: Engine, postgresql: str, moment: str
@@ -191,20 +211,7 @@ def test_a_connection_that_is_lost_in_the_middle_of_a_drivers_write_is_a_databas
     records.claim(claimed, fruitless=0, epochs_done=0)
     storage = open_fenced_storage(postgresql, "s1", 1)
     trial = optuna.create_study(study_name="s1", storage=storage).ask()
-    left = [moment]
-
-    def lose(connection: Any, statement: str) -> None:
-        if left and statement.startswith(left[0]):
-            left.clear()
-            pid = connection.connection.dbapi_connection.info.backend_pid
-            with engine_there.connect() as other:  # which waits until it is gone
-                other.execute(select(func.pg_terminate_backend(pid, 10_000)))
-
-    backend = storage._backend.engine
-    event.listen(
-        backend, "before_cursor_execute", lambda connection, _, statement, *__: lose(connection, statement)
-    )
-    event.listen(backend, "commit", lambda connection: lose(connection, "COMMIT"))
+    left = losing(storage._backend.engine, moment)
     with pytest.raises(StorageInternalError):
         trial.set_user_attr("a", 1)
     assert not left
@@ -212,6 +219,25 @@ def test_a_connection_that_is_lost_in_the_middle_of_a_drivers_write_is_a_databas
     trial.set_user_attr("a", 2)
     assert records.get_sweep("s1").writes == before + 1
     assert optuna.load_study(study_name="s1", storage=storage).trials[0].user_attrs == {"a": 2}
+    close(storage._backend)
+
+
+@pytest.mark.parametrize("moment", ["INSERT INTO trials", "INSERT INTO trial_user_attributes"])
+def test_a_connection_that_is_lost_as_a_trial_begins_fails_no_trial(
+    engine_there: Engine, postgresql: str, tmp_path: Path, moment: str
+) -> None:
+    """What is wrong with a trial's values ends it, as a database that is away does not."""
+    records = Records(engine_there)
+    records.claim(records.add_sweep("s1", spec()), fruitless=0, epochs_done=0)
+    storage = open_fenced_storage(postgresql, "s1", 1)
+    journal, store = SweepJournal(records, "s1", 1), CheckpointStore(tmp_path.as_uri())
+    ledger = StudyLedger(spec(), "s1", storage, journal, store)
+    left = losing(storage._backend.engine, moment)
+    tasks = [ledger.next_task(), ledger.next_task()]
+    assert not left
+    assert [task.number for task in tasks if task is not None] == [0, 1]
+    states = [row.state.name for row in optuna.load_study(study_name="s1", storage=storage).trials]
+    assert states == ["RUNNING", "RUNNING"]
     close(storage._backend)
 
 
