@@ -53,6 +53,7 @@ def test_dashboard_shows_the_trials_of_both_arms_while_they_run(
     service.wait_for_end(sweep_id)
 
 
+@pytest.mark.sqlite("what is exported is a file of SQLite")
 def test_a_sweep_that_was_taken_elsewhere_is_shown_by_the_stock_dashboard(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
