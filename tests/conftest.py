@@ -78,6 +78,16 @@ def everywhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None
         yield log
 
 
+@pytest.fixture(scope="module", autouse=True)
+def dropped_with_their_file(everywhere: Path | None) -> Iterator[None]:
+    """Databases of what all tests of a file share, and who is connected: no later test is blamed for it."""
+    if everywhere is None:
+        yield
+        return
+    with shared_server().dropping():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def there_alone(request: pytest.FixtureRequest, everywhere: Path | None) -> Iterator[None]:
     """Where all is to be tested on PostgreSQL, a test that opens SQLite says why, by the mark `sqlite`."""
