@@ -28,6 +28,8 @@ from trials.verification import Verifier
 
 HELD = "held"
 """A sweep of this name stays after the first epoch of its first trial until it is cancelled."""
+PATIENCE_S = 120.0
+"""Until a sweep that does not get on is given up: a few epochs take a second, or twenty beside others."""
 SPEC: dict[str, Any] = {
     "corpus": {"name": "sotu"},
     "training": {"epochs": 3},
@@ -195,7 +197,7 @@ def submit(client: httpx.Client, **changes: Any) -> str:
 
 
 def wait_for(client: httpx.Client, sweep_id: str, *states: str) -> Any:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while (sweep := client.get(f"/v1/sweeps/{sweep_id}").json())["state"] not in states:
         assert time.monotonic() < deadline, sweep
         time.sleep(0.05)
@@ -203,7 +205,7 @@ def wait_for(client: httpx.Client, sweep_id: str, *states: str) -> Any:
 
 
 def wait_for_an_epoch(client: httpx.Client, sweep_id: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not client.get(f"/v1/sweeps/{sweep_id}").json()["epochs_done"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
