@@ -21,7 +21,7 @@ sweep: $(VENV)/.installed ## a whole sweep on real text: service, trials, result
 serve: $(VENV)/.installed ## the service on http://127.0.0.1:8123, data in ./fraternal-data
 	@exec $(BIN)/fraternal serve
 
-test: lint ## every check and every test; about 35 minutes on 2 cores
+test: lint ## every check and every test; about 50 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-fast: lint ## without the tests that start Ray, a browser or longer training; under 2 minutes
