@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from sqlalchemy import Connection, Engine, create_engine, event, func, select
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import InternalError, OperationalError
+from sqlalchemy.pool import NullPool
 
 IDLE = "-c idle_in_transaction_session_timeout=30000"
 """To PostgreSQL: a process that is frozen in the middle of a write would keep its locks for ever."""
@@ -40,6 +41,11 @@ def open_engine(url: str, **options: Any) -> Engine:
     engine = create_engine(url, **connecting(url), **pool, **{"json_deserializer": _lenient_json, **options})
     tune(engine)
     return engine
+
+
+def bare_engine(url: str) -> Engine:
+    """One that keeps no connection, and has none of our pragmas: those would write."""
+    return create_engine(url, poolclass=NullPool, **connecting(url))
 
 
 def is_sqlite(url: str) -> bool:

@@ -12,12 +12,11 @@ import optuna
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from optuna.storages import _rdb
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import Connection
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.pool import NullPool
 
-from service.database import connecting
+from service.database import bare_engine
 from service.errors import CommandFailed, IncompatibleDatabase
 from trials.version import own_version
 
@@ -57,7 +56,7 @@ def check_schema(url: str, *, served: bool = False) -> None:
         if served:
             raise IncompatibleDatabase(f"there is no database {shown(url)}: name the service's --data-dir")
         return
-    engine = create_engine(url, poolclass=NullPool, **connecting(url))  # without pragmas, which would write
+    engine = bare_engine(url)
     with engine.connect() as connection:
         _require_unicode(url, connection)
         ours, optunas = OURS.found(connection), OPTUNAS.found(connection)

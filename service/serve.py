@@ -13,12 +13,10 @@ from types import FrameType
 from typing import Any, Protocol
 
 import uvicorn
-from sqlalchemy import create_engine
-from sqlalchemy.pool import NullPool
 from starlette.types import ASGIApp
 
 from service.app import create_app
-from service.database import connecting, open_engine
+from service.database import bare_engine, open_engine
 from service.errors import INTERRUPTED, CommandFailed
 from service.launcher import LocalLauncher
 from service.logs import log_to_standard_error
@@ -126,8 +124,7 @@ def keep_given_token(settings: Settings) -> None:
 
 
 def _has_valid_token(url: str) -> bool:
-    # Without our pragmas, which would write.
-    return has_valid_token(create_engine(url, poolclass=NullPool, **connecting(url)))
+    return has_valid_token(bare_engine(url))
 
 
 def _allow_files(wished: int) -> None:

@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from optuna.storages import BaseStorage, RDBStorage, get_storage
-from sqlalchemy import create_engine
-from sqlalchemy.pool import NullPool
 
-from service.database import connecting, is_sqlite, one_at_a_time, tune
+from service.database import bare_engine, connecting, is_sqlite, one_at_a_time, tune
 from service.lifecycle import Verb
 from service.records import Records, fence_writes
 from trials.ledger import StudyLedger
@@ -29,7 +27,7 @@ def _nobody_else_making_tables(url: str) -> Iterator[None]:
     if is_sqlite(url):  # where Optuna could not write while we do
         yield
     else:
-        with one_at_a_time(create_engine(url, poolclass=NullPool, **connecting(url))):
+        with one_at_a_time(bare_engine(url)):
             yield
 
 

@@ -191,7 +191,7 @@ class StudyLedger:
         self._enlarged: set[int] = set()
         """Trials that have twice what the others have of a GPU."""
         self._heard_of: set[int] = set()
-        """Trials of which there has been a report since they were handed out last."""
+        """Open trials of which there has been a report since they were handed out last."""
         self._waits_for: str | None = None
         self._adopt_new_rows()
         self._tell_of_ends()
@@ -272,7 +272,7 @@ class StudyLedger:
         """
         if self._share is None:
             return False
-        there = (self._heard_of & self._trials.keys()) - set(self._waiting)
+        there = self._heard_of.difference(self._waiting)
         return sum(map(self._size, there)) > self._share and (len(there) > 1 or self._share < 1)
 
     @property
