@@ -10,7 +10,7 @@ LOCKING := --python-version 3.11 --python-platform x86_64-manylinux_2_28 --gener
     --custom-compile-command 'make lock'
 TORCH ?= --torch-backend cpu
 
-.PHONY: help sweep serve up test test-fast test-postgresql lint chaos leaks bench bench-api bench-forecast bench-joining bench-scale bench-search rehearse lock clean
+.PHONY: help sweep serve up test test-fast test-postgresql lint chaos leaks bench bench-gpu bench-api bench-forecast bench-joining bench-scale bench-search rehearse lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 17
@@ -45,6 +45,9 @@ bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, tria
 	$(BIN)/python -m benchmarks.step --configurations ptb,wt2 --regularizers fraternal --precisions bf16
 	$(BIN)/python -m benchmarks.packing
 	$(BIN)/python -m benchmarks.overhead
+
+bench-gpu: $(VENV)/.installed ## on a GPU: single steps and CUDA graphs beside the textbook way, and a whole epoch; minutes
+	$(BIN)/python -m benchmarks.gpu
 
 bench-api: $(VENV)/.installed ## how long the API takes to answer with 200 sweeps in it, 20 clients at once; about 3 minutes
 	$(BIN)/python -m benchmarks.api

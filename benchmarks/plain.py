@@ -34,7 +34,8 @@ class PlainMasks:
         config, widths = model.config, [width for _, width in model.config.layer_sizes]
 
         def draw(p: float, *shape: int) -> Tensor:
-            return torch.empty(shape).bernoulli_(1 - p, generator=generator).div_(1 - p)
+            drawn = torch.empty(shape, device=generator.device).bernoulli_(1 - p, generator=generator)
+            return drawn.div_(1 - p)
 
         rates = [config.hidden_p] * (config.layers - 1) + [config.output_p]
         return PlainMasks(

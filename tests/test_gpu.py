@@ -14,6 +14,7 @@ import torch
 import trials.attempt
 from models.config import Precision
 from models.precision import tf32_products
+from models.side_by_side import _cell, _cell_backward
 from regularizers.config import Regularization
 from tests.test_step import REGULARIZATIONS
 from tests.test_training import (
@@ -41,27 +42,37 @@ from trials.training import Training
 pytestmark = pytest.mark.gpu
 
 
-def build(device: str = "cuda", averaging: Literal["none", "from-start"] = "from-start") -> Training:
-    config = replace(CONFIG, epochs=3, averaging=averaging)
+GRAPHS = pytest.mark.parametrize("cuda_graphs", [False, True])
+
+
+def build(
+    device: str = "cuda",
+    averaging: Literal["none", "from-start"] = "from-start",
+    cuda_graphs: bool = False,
+) -> Training:
+    config = replace(CONFIG, epochs=3, averaging=averaging, cuda_graphs=cuda_graphs)
     return Training(MODEL, config, Regularization("fraternal"), V, TRAIN, VALID, 1, device)
 
 
+@GRAPHS
 @pytest.mark.parametrize("name", list(REGULARIZATIONS))
-def test_every_regularizer_trains(name: str) -> None:
-    training = Training(MODEL, CONFIG, REGULARIZATIONS[name], V, TRAIN, VALID, 1, "cuda")
+def test_every_regularizer_trains(name: str, cuda_graphs: bool) -> None:
+    config = replace(CONFIG, cuda_graphs=cuda_graphs)
+    training = Training(MODEL, config, REGULARIZATIONS[name], V, TRAIN, VALID, 1, "cuda")
     first, *_, last = training.epochs()
     assert last.train_loss < first.train_loss
     assert {tensor.device.type for tensor in training.weights_to_use().values()} == {"cuda"}
 
 
+@GRAPHS
 @pytest.mark.parametrize("averaging", ["none", "from-start"])
 def test_training_that_goes_on_in_mid_epoch_equals_training_that_never_stopped(
-    averaging: Literal["none", "from-start"],
+    averaging: Literal["none", "from-start"], cuda_graphs: bool
 ) -> None:
-    whole = build(averaging=averaging)
+    whole = build(averaging=averaging, cuda_graphs=cuda_graphs)
     states = [whole.state() for _ in whole.run(pause_every_s=0)]
     for state in states[::29]:
-        resumed = build(averaging=averaging)
+        resumed = build(averaging=averaging, cuda_graphs=cuda_graphs)
         resumed.load_state(*saved_and_read(state))
         list(resumed.epochs())
         assert untimed(resumed.history) == untimed(whole.history)
@@ -78,14 +89,17 @@ def test_a_state_is_taken_up_on_another_device(one: str, other: str) -> None:
     assert last.epoch == 3
 
 
+@GRAPHS
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 @pytest.mark.parametrize("name", list(REGULARIZATIONS))
-def test_every_regularizer_trains_in_every_precision(name: str, precision: Precision) -> None:
+def test_every_regularizer_trains_in_every_precision(
+    name: str, precision: Precision, cuda_graphs: bool
+) -> None:
+    configs = [
+        replace(CONFIG, lr=1.0, precision=each, cuda_graphs=cuda_graphs) for each in ("float32", precision)
+    ]
     single, other = (
-        Training(
-            MODEL, replace(CONFIG, lr=1.0, precision=each), REGULARIZATIONS[name], V, TRAIN, VALID, 1, "cuda"
-        )
-        for each in ("float32", precision)
+        Training(MODEL, config, REGULARIZATIONS[name], V, TRAIN, VALID, 1, "cuda") for config in configs
     )
     for expected, found in zip(single.epochs(), other.epochs(), strict=True):
         assert found.train_loss != expected.train_loss
@@ -93,18 +107,53 @@ def test_every_regularizer_trains_in_every_precision(name: str, precision: Preci
         assert found.valid_loss == pytest.approx(expected.valid_loss, rel=0.01)
 
 
+@GRAPHS
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
-def test_computing_layers_again_changes_no_bit(precision: Precision) -> None:
+def test_computing_layers_again_changes_no_bit(precision: Precision, cuda_graphs: bool) -> None:
+    config = replace(CONFIG, epochs=2, precision=precision, cuda_graphs=cuda_graphs)
     kept, recomputed = (
         Training(
             MODEL,
-            replace(CONFIG, epochs=2, precision=precision, recompute=recompute),
+            replace(config, recompute=recompute),
             Regularization("fraternal"),
             *(V, TRAIN, VALID, 1, "cuda"),
         )
         for recompute in (False, True)
     )
     assert untimed(tuple(kept.epochs())) == untimed(tuple(recomputed.epochs()))
+
+
+def test_graphs_train_as_single_steps_do_but_for_rounding() -> None:
+    """In float64, and in windows of many lengths; tests/test_step.py has one step."""
+    config = replace(CONFIG, lr=1.0, state_reset_p=0.3)
+    plain, graphs = (
+        Training(
+            MODEL,
+            replace(config, cuda_graphs=cuda_graphs),
+            Regularization("fraternal"),
+            *(V, TRAIN, VALID, 1, "cuda"),
+        )
+        for cuda_graphs in (False, True)
+    )
+    for training in (plain, graphs):
+        training.model.double()
+    for expected, found in zip(plain.epochs(), graphs.epochs(), strict=True):
+        assert found.optimised == pytest.approx(expected.optimised, rel=1e-9)
+        assert found.valid_loss == pytest.approx(expected.valid_loss, rel=1e-9)
+
+
+def test_a_cell_in_one_kernel_is_that_in_many() -> None:
+    generator = torch.Generator().manual_seed(1)
+    inputs_AG, recurrent_AG = (torch.randn(3, 20, generator=generator).double() for _ in range(2))
+    c_AH, d_h_AH, d_c_AH = (torch.randn(3, 5, generator=generator).double() for _ in range(3))
+    results = []
+    for device in ("cpu", "cuda"):
+        before_AH = c_AH.to(device)
+        h_AH, after_AH, gates_AG = _cell(inputs_AG.to(device), recurrent_AG.to(device), before_AH)
+        backward = _cell_backward(d_h_AH.to(device), d_c_AH.to(device), before_AH, after_AH, gates_AG)
+        results.append([each.cpu() for each in (h_AH, after_AH, *backward)])
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_float32_is_not_tf32() -> None:
@@ -252,11 +301,15 @@ def test_what_cuda_takes_beside_tensors_is_no_more_than_is_reckoned_with() -> No
     assert 0 < taken <= GPU_CONTEXT
 
 
-def test_a_worker_gives_a_trials_memory_back_before_the_next_one(tmp_path: Path) -> None:
+@GRAPHS
+def test_a_worker_gives_a_trials_memory_back_before_the_next_one(tmp_path: Path, cuda_graphs: bool) -> None:
     list(build().epochs())  # after which cuBLAS keeps its workspace
     give_back_gpu()
     before = torch.cuda.memory_reserved()
-    running = run_attempt(one_epoch(tmp_path), CheckpointStore((tmp_path / "store").as_uri()), tmp_path)
+    task = one_epoch(tmp_path)
+    training = replace(task.config.training, cuda_graphs=cuda_graphs)
+    task = replace(task, config=replace(task.config, training=training))
+    running = run_attempt(task, CheckpointStore((tmp_path / "store").as_uri()), tmp_path)
     next(running), next(running)
     assert torch.cuda.memory_reserved() > before
     running.close()

@@ -200,6 +200,12 @@ def test_trials_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatc
         require_memory(config, 10_000, "cuda", gpu_share=0.25)
 
 
+def test_graphs_take_memory_of_a_gpu_alone() -> None:
+    plain, graphs = trial({}, {}, "fraternal"), trial({}, {"cuda_graphs": True}, "fraternal")
+    assert bytes_on("cpu", graphs, 10_000) == bytes_on("cpu", plain, 10_000)
+    assert bytes_on("cuda", graphs, 10_000) > bytes_on("cuda", plain, 10_000)
+
+
 @pytest.mark.gpu
 def test_a_gpus_memory_is_its_own() -> None:
     assert total_bytes("cuda") == torch.cuda.mem_get_info()[1]

@@ -143,7 +143,7 @@ def test_sweep_of_an_earlier_version_has_the_defaults_of_what_that_did_not_know(
     record = records.add_sweep("s1", spec())
     written = record.spec.model_dump(mode="json")
     written["preset"] = "one that is gone"
-    for name in ("precision", "recompute"):
+    for name in ("precision", "recompute", "cuda_graphs"):
         del written["training"][name]
     with records.engine.begin() as connection:
         connection.execute(update(sweeps).values(spec=written))

@@ -21,6 +21,7 @@ from regularizers.config import Regularization
 from regularizers.losses import loss_parts
 from regularizers.table import REGULARIZERS
 from tests.reference import MaskRecorder, Weights, assert_close_to_largest, reference_step
+from trials.recorded import Recorded
 from trials.spec import TrainingConfig
 from trials.training import Training
 
@@ -101,18 +102,38 @@ def test_our_recurrence_and_recomputing_do_too(
     assert_equal_to_the_reference(name, shape, 2, 1, "cpu", training)
 
 
+@EVERY
+@EVERY_SHAPE
+@pytest.mark.parametrize("recompute", [False, True])
+def test_passes_side_by_side_at_fixed_addresses_do_too(name: str, shape: str, recompute: bool) -> None:
+    """All that a CUDA graph needs, and here without one: what it would do again is called again."""
+    training = replace(TRAINING, recompute=recompute)
+    assert_equal_to_the_reference(name, shape, 2, 1, "cpu", training, recorded=True)
+
+
 @pytest.mark.gpu
 @EVERY
 @pytest.mark.parametrize("shape", [f"tied-1-locked-E={E}-H={E}", f"untied-3-unlocked-E={E}-H={H}"])
-def test_on_a_gpu_too(name: str, shape: str) -> None:
-    assert_equal_to_the_reference(name, shape, 2, 1, "cuda")
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_on_a_gpu_too(name: str, shape: str, cuda_graphs: bool) -> None:
+    training = replace(TRAINING, cuda_graphs=cuda_graphs)
+    assert_equal_to_the_reference(name, shape, 2, 1, "cuda", training)
 
 
 def assert_equal_to_the_reference(
-    name: str, shape: str, alpha: float, beta: float, device: str, training_config: TrainingConfig = TRAINING
+    name: str,
+    shape: str,
+    alpha: float,
+    beta: float,
+    device: str,
+    training_config: TrainingConfig = TRAINING,
+    recorded: bool = False,
 ) -> None:
     config, regularization = SHAPES[shape], replace(REGULARIZATIONS[name], alpha=alpha, beta=beta)
     training, drawn, columns_TB = build(config, regularization, training_config, device)
+    if recorded:
+        parameters = list(training.model.parameters())
+        training._recorded = Recorded(training._losses, parameters, recorder=lambda compute: compute)
     model = model_of(shape).to(device)
     weights = initial = copied(training.model)
     state = model.zero_state(B)

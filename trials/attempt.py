@@ -166,7 +166,7 @@ def _train(
     require_memory(task.config, len(corpus.vocabulary), task.device, task.gpu_share)
     if task.device.startswith("cuda"):
         keep_to_share(task.device, task.gpu_share)
-        needed = peak_bytes(task.config, len(corpus.vocabulary))
+        needed = peak_bytes(task.config, len(corpus.vocabulary), task.device)
         room = partial(room_bytes, task.device)
         yield from wait_for_room(needed, room, partial(_who_has, task.device), GPU_PATIENCE_S)
     training = Training(

@@ -46,7 +46,7 @@ class NotEnoughMemory(MemoryError):
     """The trial would not fit."""
 
 
-def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
+def peak_bytes(config: TrialConfig, vocabulary_size: int, device: str = "cpu") -> int:
     """What a process takes at most beyond having torch loaded, of the device's memory or the machine's."""
     model, training = config.model, config.training
     sizes = model.layer_sizes
@@ -66,6 +66,8 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int) -> int:
     embedding = passes * model.embedding_size
     head = vocabulary_size * ((passes + 1) * rows + 2 * last + embedding)
     step = passes * (activations + masked_weights) + made_again + head
+    if training.cuda_graphs and device.startswith("cuda"):
+        step *= 2  # a window of a new length is first computed beside what the graphs have
     evaluation = LOGITS_AT_ONCE * min(EVALUATION_WINDOW * vocabulary_size, MOST_LOGITS)
     save = COPIES_TO_SAVE * (parameters + averages)
     floats = 2 * parameters + averages + max(step, evaluation, save)
@@ -90,7 +92,8 @@ def require_memory(config: TrialConfig, vocabulary_size: int, device: str, gpu_s
 
 def bytes_on(device: str, config: TrialConfig, vocabulary_size: int) -> int:
     """What a trial's process takes of the device's memory at most."""
-    return peak_bytes(config, vocabulary_size) + (GPU_CONTEXT if device.startswith("cuda") else 0)
+    beside = GPU_CONTEXT if device.startswith("cuda") else 0
+    return peak_bytes(config, vocabulary_size, device) + beside
 
 
 def share_of(device: str, gpu_share: float) -> float:

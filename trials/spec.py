@@ -92,6 +92,9 @@ class TrainingConfig:
     recompute: bool = False
     """Compute each layer once more for its gradient in place of keeping what that needs: the same numbers
     with less memory, in more time."""
+    cuda_graphs: bool = False
+    """On a GPU, carry out each step as a CUDA graph, recorded once for each length of a window, with both
+    passes side by side: the same numbers but for rounding. On a CPU it changes nothing."""
 
 
 class Choice(Wire):

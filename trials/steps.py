@@ -108,6 +108,7 @@ def timed_as(config: TrialConfig) -> TrialConfig:
             averaging="none",
             precision=training.precision,
             recompute=training.recompute,
+            cuda_graphs=training.cuda_graphs,
         ),
         replace(regularization, **factors),
     )
@@ -169,6 +170,7 @@ def _way(kind: TrialConfig) -> tuple[Any, ...]:
         declaration.penalty,
         training.precision,
         training.recompute,
+        training.cuda_graphs,
     )
 
 

@@ -23,12 +23,14 @@ from models.awd_lstm import AWDLSTM, Pass, State
 from models.config import AWDLSTMConfig
 from models.masks import Masks
 from models.precision import product_dtype, require_precision, tf32_products
+from models.side_by_side import passes_side_by_side
 from regularizers.config import Regularization
 from regularizers.losses import loss_parts
 from trials.averaging import RunningMean, averaging_starts, learning_rate
 from trials.dynamics import COLUMNS, STEPS, prediction_dynamics
 from trials.evaluation import Ids, as_tokens, evaluate, key, require_two_tokens
 from trials.perplexity import perplexity
+from trials.recorded import Recorded
 from trials.spec import TrainingConfig
 
 INITIAL_WEIGHTS, WINDOWS, MASKS, STATE_RESETS, DYNAMICS = range(5)
@@ -171,6 +173,9 @@ class Training:
         )
         from_start = training_config.averaging == "from-start"
         self._average = RunningMean(self.model) if from_start else None
+        self._recorded: Recorded | None = None
+        if training_config.cuda_graphs and self._device.type == "cuda":
+            self._recorded = Recorded(self._losses, list(self.model.parameters()))
         self._steps = 0
         self._history: list[EpochResult] = []
         self._under_way: _UnderWay | None = None
@@ -342,14 +347,14 @@ class Training:
 
     def _step(self, inputs_TB: Tensor, targets_TB: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
         """Both passes start from `state`; the first one's final state is returned."""
-        self._optimiser.zero_grad()
+        masks = self._draw_masks(inputs_TB)
         with tf32_products(self._config.precision == "tf32"):
-            first = self._pass(inputs_TB, state, self._draw_masks(inputs_TB, 1))
-            second = self._second_pass(inputs_TB, state)
-            parts = loss_parts(
-                self._regularization, first, second, self.model, targets_TB, self._product_dtype
-            )
-            torch.autograd.backward(parts.total)
+            if self._recorded is None:
+                self._optimiser.zero_grad()
+                total, figures, state = self._losses(inputs_TB, targets_TB, state, masks)
+                torch.autograd.backward(total)
+            else:
+                figures, state = self._recorded(inputs_TB, targets_TB, state, masks)
         gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip)
         for group in self._optimiser.param_groups:
             group["lr"] = lr * len(inputs_TB) / self._config.bptt
@@ -357,25 +362,53 @@ class Training:
         if self._average is not None:
             self._average.update(self.model)
         self._steps += 1
-        measured = (parts.total, parts.first_target, parts.penalty, parts.ar, parts.tar, gradient_norm)
-        return torch.stack(measured).detach(), first.state
+        return torch.cat([figures, gradient_norm.unsqueeze(0)]), state
 
-    def _second_pass(self, inputs_TB: Tensor, state: State) -> Pass | None:
-        second_pass = self._regularization.declaration.second_pass
-        if second_pass == "none":
-            return None
-        masks = self._draw_masks(inputs_TB, 2) if second_pass == "new_masks" else None
-        with torch.set_grad_enabled(self._regularization.second_pass_has_gradient):
-            return self._pass(inputs_TB, state, masks)
+    def _losses(
+        self, inputs_TB: Tensor, targets_TB: Tensor, state: State, masks: Sequence[Masks | None]
+    ) -> tuple[Tensor, Tensor, State]:
+        """What is optimised; what of it is MEASURED; and the state that the next window starts from."""
+        passes = self._passes if self._recorded is None else self._passes_side_by_side
+        first, *others = passes(inputs_TB, state, masks)
+        second = others[0] if others else None
+        parts = loss_parts(self._regularization, first, second, self.model, targets_TB, self._product_dtype)
+        figures = torch.stack((parts.total, parts.first_target, parts.penalty, parts.ar, parts.tar))
+        return parts.total, figures.detach(), first.state
 
-    def _pass(self, inputs_TB: Tensor, state: State, masks: Masks | None) -> Pass:
-        recompute = self._config.recompute and torch.is_grad_enabled()
-        result: Pass = self.model(inputs_TB, state, masks, dtype=self._product_dtype, recompute=recompute)
-        return result
+    def _passes(self, inputs_TB: Tensor, state: State, masks: Sequence[Masks | None]) -> tuple[Pass, ...]:
+        def one(of_pass: Masks | None, with_gradient: bool) -> Pass:
+            recompute = self._config.recompute and with_gradient
+            with torch.set_grad_enabled(with_gradient):
+                result: Pass = self.model(
+                    inputs_TB, state, of_pass, dtype=self._product_dtype, recompute=recompute
+                )
+            return result
 
-    def _draw_masks(self, inputs_TB: Tensor, which_pass: int) -> Masks:
+        first, *others = masks
+        with_gradient = self._regularization.second_pass_has_gradient
+        return one(first, True), *(one(other, with_gradient) for other in others)
+
+    def _passes_side_by_side(
+        self, inputs_TB: Tensor, state: State, masks: Sequence[Masks | None]
+    ) -> tuple[Pass, ...]:
+        with_gradient = len(masks) if self._regularization.second_pass_has_gradient else 1
+        how: dict[str, Any] = {"dtype": self._product_dtype, "recompute": self._config.recompute}
+        return passes_side_by_side(self.model, inputs_TB, state, masks, with_gradient, **how)
+
+    def _draw_masks(self, inputs_TB: Tensor) -> tuple[Masks | None, ...]:
+        """Those of each pass; None for one that drops nothing."""
         length, batch_size = inputs_TB.shape
-        return self.model.draw_masks(batch_size, length, key(self._seed, MASKS, self._steps, which_pass))
+
+        def draw(which_pass: int) -> Masks:
+            return self.model.draw_masks(batch_size, length, key(self._seed, MASKS, self._steps, which_pass))
+
+        match self._regularization.declaration.second_pass:
+            case "none":
+                return (draw(1),)
+            case "no_dropout":
+                return draw(1), None
+            case "new_masks":
+                return draw(1), draw(2)
 
     def _validate(self, epoch: int, model: AWDLSTM) -> float:
         loss = evaluate(model, self._valid_ids)
