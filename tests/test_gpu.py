@@ -32,11 +32,10 @@ from trials.attempt import ALIVE, is_out_of_memory, run_attempt
 from trials.corpora import PathCorpus
 from trials.evaluation import evaluate, evaluate_mc
 from trials.gpus import driver_version, visible_gpus
-from trials.memory import GPU_CONTEXT, keep_to_share, total_bytes
+from trials.memory import GPU_CONTEXT, give_back_gpu, keep_to_share, total_bytes
 from trials.spec import TrialConfig
 from trials.store import CheckpointStore
 from trials.tasks import Task
-from trials.trainable import give_back_gpu
 from trials.training import Training
 
 pytestmark = pytest.mark.gpu
@@ -322,7 +321,8 @@ import os
 import ray
 import torch
 import trials.attempt
-from trials.trainable import give_back_gpu
+import trials.trainable
+from trials.memory import give_back_gpu
 give_back_gpu()
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 print(torch.cuda.is_available())

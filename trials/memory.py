@@ -5,6 +5,7 @@ since that changes with the other trials. Of a GPU each has its share, and waits
 unless a GPU is asked for its memory.
 """
 
+import gc
 import math
 from pathlib import Path
 
@@ -111,6 +112,16 @@ def keep_to_share(device: str, gpu_share: float) -> None:
     total = total_bytes(device)
     own = 1.0 if gpu_share == 1 else max(0.0, gpu_share * total - GPU_CONTEXT) / total
     torch.cuda.set_per_process_memory_fraction(own, torch.device(device).index)
+
+
+def give_back_gpu() -> None:
+    """What ended trials of this process held of a GPU's memory: it is for the trials beside this one, too."""
+    import torch
+
+    # Otherwise nothing is held, and CUDA is not to look for its GPU before there is one.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        gc.collect()  # tensors in cycles
+        torch.cuda.empty_cache()
 
 
 def room_bytes(device: str) -> float:

@@ -3,7 +3,6 @@
 The driver names this class, too, and has no use for torch: so it is loaded where a trial runs.
 """
 
-import gc
 import os
 import socket
 import tempfile
@@ -17,6 +16,7 @@ import ray
 from ray import tune
 
 from trials.gpus import VISIBLE, answering
+from trials.memory import give_back_gpu
 from trials.parts import Part, take_part
 from trials.store import CheckpointStore
 from trials.tasks import Failure, Report
@@ -82,16 +82,6 @@ class LanguageModelTrial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         report = next(self._reports)
         return {"report": report, "done": report.finished, "node": self._node}
-
-
-def give_back_gpu() -> None:
-    """What ended trials of this process held of a GPU's memory: it is for the trials beside this one, too."""
-    import torch
-
-    # Otherwise nothing is held, and CUDA is not to look for its GPU before there is one.
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-        gc.collect()  # tensors in cycles
-        torch.cuda.empty_cache()
 
 
 def node_dir() -> Path:
