@@ -12,13 +12,15 @@ Memory is what torch's allocator has reserved at most while a way takes its firs
 before, with nothing else on the card. An epoch is of the Penn Treebank's size, 929,589 words and a validation
 of 73,760, with windows of random lengths: the first one, in which every length is recorded, and the second.
 
-In Markdown; then where the time of a step goes, by the kernels that take most of it.
+In Markdown; then what the sizes of pieces would bring that are as measured on CPUs: rows of logits at once in
+a step, columns and words at once in validation. And where the time of a step goes, by the kernels that take
+most of it.
 """
 
 import argparse
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, cast, get_args
@@ -27,12 +29,15 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import regularizers.head
 from benchmarks.plain import PlainStep
 from benchmarks.step import BPTT, CONFIGURATIONS, Configuration, names, require_known
 from models.awd_lstm import AWDLSTM
 from models.config import Precision
+from models.pieces import EVALUATION_WINDOW, FEWEST_ROWS, MOST_COLUMNS
 from models.precision import tf32_products
 from regularizers.config import Regularization
+from trials.evaluation import evaluate
 from trials.gpus import driver_version
 from trials.spec import TrainingConfig, TrialConfig
 from trials.steps import operations
@@ -212,6 +217,28 @@ def epochs(case: Case, way: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def by_rows(case: Case, rounds: int) -> Iterator[str]:
+    """Of logits; no fewer are taken than the last layer is wide."""
+    for rows in (FEWEST_ROWS, 512, 1024, 4096):
+        regularizers.head.FEWEST_ROWS = rows
+        emptied()
+        take = built(case, "graphs")
+        take()
+        ms = 1000 * median(seconds(take) for _ in range(rounds)) / STEPS
+        yield f"| {case.precision} | {rows:,} | {ms:.2f} |"
+    regularizers.head.FEWEST_ROWS = FEWEST_ROWS
+
+
+def by_columns(case: Case) -> Iterator[str]:
+    training = training_of(case, "single", case.words, 2)
+    valid = text_of(VALID_WORDS, case.of.vocabulary_size)
+    for columns in (MOST_COLUMNS, 32, 64):
+        for window in (EVALUATION_WINDOW, 1024, 4096):
+            evaluate(training.model, valid[:5000], window, columns)
+            took = seconds(lambda: evaluate(training.model, valid, window, columns))  # noqa: B023
+            yield f"| {columns} | {window:,} | {took:.3f} |"
+
+
 def kernels(case: Case, way: str, most: int = 12) -> str:
     emptied()
     take = built(case, way)
@@ -257,6 +284,14 @@ def main() -> None:
     for case in of_epochs:
         for way in WAYS[1:]:
             print(epochs(case, way), flush=True)
+    print("\n| precision | rows of logits at once | ms a step |\n|---|---|---|")
+    for case in of_epochs:
+        for line in by_rows(case, given.rounds):
+            print(line, flush=True)
+    print("\n| columns | words at once | validation, s |\n|---|---|---|")
+    for case in of_epochs[:1]:
+        for line in by_columns(case):
+            print(line, flush=True)
     for case in of_epochs[-1:]:
         for way in WAYS[1:]:
             print(kernels(case, way), flush=True)
