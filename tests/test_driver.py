@@ -32,7 +32,6 @@ from trials.driver import (
     _ray_has_died,
     _Watch,
     drive,
-    place_of,
     require_gpus,
     why_full,
 )
@@ -42,6 +41,7 @@ from trials.shares import Node
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import open_study
+from trials.trainable import place_of
 from trials.verification import Check, InFreshProcess, Verification, Verifier
 
 

@@ -1,14 +1,30 @@
-"""What a worker of a cluster looks at before it begins."""
+"""What a worker loads, and what one of a cluster looks at before it begins."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 
 from trials.cluster import ClusterAway, own_address
+from trials.spec import Resources
 from trials.store import CheckpointStore
-from trials.trainable import node_dir, why_not_here
+from trials.trainable import node_dir, runnable, why_not_here
 from trials.version import own_version
+
+
+def test_a_worker_loads_nothing_of_the_drivers() -> None:
+    """As it comes from Tune, which makes a class that names what the driver gave it."""
+    sent = cloudpickle.dumps(runnable(Resources(cpus=2)))
+    code = (
+        "import pickle, sys; runs = pickle.loads(sys.stdin.buffer.read()); import trials.attempt\n"
+        "bundles = runs.default_resource_request({'task': None}).bundles\n"
+        "print(bundles, {'optuna', 'sqlalchemy', 'trials.driver', 'trials.ledger'} & set(sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True)
+    assert ran.stdout.decode().strip() == "[{'CPU': 2.0}] set()"
 
 
 def test_a_node_that_sees_another_store_than_the_service_says_so(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from trials.training import (
     EpochResult,
     Ids,
     Training,
+    descend,
     window_lengths,
 )
 
@@ -691,6 +692,46 @@ def test_memory_is_flat_over_fifty_averaged_epochs() -> None:
         [sys.executable, "-c", FIFTY_AVERAGED_EPOCHS], capture_output=True, text=True, check=True
     )
     assert float(ran.stdout) < 10
+
+
+def test_a_step_is_torchs_sgd_bit_for_bit() -> None:
+    ours, theirs = build().model, build().model
+    theirs.decoder_bias.requires_grad_(False)
+    ours.decoder_bias.requires_grad_(False)
+    optimiser = torch.optim.SGD(theirs.parameters(), lr=1.0, weight_decay=0.1, fused=True)
+    generator = torch.Generator().manual_seed(1)
+    for lr in (2.0, 0.3):
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            if one.requires_grad:
+                one.grad = torch.randn(one.shape, generator=generator)
+                other.grad = one.grad.clone()
+        optimiser.param_groups[0]["lr"] = lr
+        optimiser.step()
+        descend(ours, lr, 0.1)
+    assert not torch.equal(ours.embedding, build().model.embedding)
+    assert_equal_weights(ours.state_dict(), theirs.state_dict())
+
+
+ONE_EPOCH = """
+import sys
+import numpy as np
+from models.config import AWDLSTMConfig
+from regularizers.config import Regularization
+from trials.spec import TrainingConfig
+from trials.training import Training
+
+ids = np.random.default_rng(1).integers(0, 9, 200).astype(np.int32)
+model = AWDLSTMConfig(embedding_size=8, hidden_size=8, layers=1)
+config = TrainingConfig(epochs=1, batch_size=2)
+training = Training(model, config, Regularization("fraternal"), 9, ids, ids, seed=1)
+print(len(list(training.epochs())), len(training.state()), "torch._dynamo" in sys.modules)
+"""
+
+
+def test_an_epoch_loads_no_compiler() -> None:
+    """Of torch's, which takes seconds: a sweep's first epoch would wait for it."""
+    ran = subprocess.run([sys.executable, "-c", ONE_EPOCH], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["1", "2", "False"]
 
 
 # --- going on

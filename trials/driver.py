@@ -14,16 +14,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 import ray
-from ray import tune
-from ray.tune import CheckpointConfig, FailureConfig, PlacementGroupFactory, RunConfig, TuneConfig, Tuner
+from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tuner
 from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
 
 from trials import cluster
@@ -31,10 +29,10 @@ from trials.cpus import usable_cpus
 from trials.gpus import VISIBLE, Gpu, visible_gpus
 from trials.ledger import Fenced, Journal, StudyLedger
 from trials.search import LedgerScheduler, NoProgress, StudySearch, end_here
-from trials.shares import Node, as_ray_reads, room_on
+from trials.shares import Node, room_on
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
-from trials.trainable import LanguageModelTrial
+from trials.trainable import runnable
 from trials.verification import InFreshProcess, Verifier
 from trials.version import own_version
 
@@ -182,7 +180,7 @@ def why_full(resources: Resources, nodes: Sequence[Node]) -> str:
 
 def _tuner(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch: Path, turn: int) -> Tuner:
     return Tuner(
-        tune.with_resources(LanguageModelTrial, partial(place_of, resources)),
+        runnable(resources),
         tune_config=TuneConfig(
             num_samples=-1,  # the ledger knows when to end
             # Tune starts as many workers at once; else one after another, and a short trial's end would have
@@ -203,14 +201,6 @@ def _tuner(ledger: StudyLedger, search: StudySearch, resources: Resources, scrat
             verbose=0,
         ),
     )
-
-
-def place_of(resources: Resources, config: Mapping[str, Any]) -> PlacementGroupFactory:
-    """What a worker asks Ray for, by what its first task needs; Tune gives it others that need the same."""
-    bundle = {"CPU": resources.cpus} | ({"GPU": config["task"].gpu_share} if resources.gpus else {})
-    labels = as_ray_reads(resources.labels)
-    selector: dict[str, Any] = {"bundle_label_selector": [labels]} if labels else {}
-    return PlacementGroupFactory([bundle], **selector)
 
 
 def require_gpus(spec: SweepSpec) -> tuple[Gpu, ...]:

@@ -7,17 +7,20 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import tune
+from ray.tune import PlacementGroupFactory
 
 from trials.gpus import VISIBLE, answering
 from trials.memory import give_back_gpu
 from trials.parts import Part, take_part
+from trials.shares import as_ray_reads
+from trials.spec import Resources
 from trials.store import CheckpointStore
 from trials.tasks import Failure, Report
 from trials.version import own_version
@@ -82,6 +85,19 @@ class LanguageModelTrial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         report = next(self._reports)
         return {"report": report, "done": report.finished, "node": self._node}
+
+
+def place_of(resources: Resources, config: Mapping[str, Any]) -> PlacementGroupFactory:
+    """What a worker asks Ray for, by what its first task needs; Tune gives it others that need the same."""
+    bundle = {"CPU": resources.cpus} | ({"GPU": config["task"].gpu_share} if resources.gpus else {})
+    labels = as_ray_reads(resources.labels)
+    selector: dict[str, Any] = {"bundle_label_selector": [labels]} if labels else {}
+    return PlacementGroupFactory([bundle], **selector)
+
+
+def runnable(resources: Resources) -> Any:
+    """What Tune runs, a class of its own making. Workers load whatever it names: no module with Optuna."""
+    return tune.with_resources(LanguageModelTrial, partial(place_of, resources))
 
 
 def node_dir() -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from models.awd_lstm import AWDLSTM, Pass, State
 from models.config import AWDLSTMConfig
@@ -165,12 +166,6 @@ class Training:
         self.model = AWDLSTM(model_config, vocabulary_size, generator).to(self._device)
         if weights is not None:
             self.model.load_state_dict(weights)
-        self._optimiser = torch.optim.SGD(
-            self.model.parameters(),
-            lr=training_config.lr,
-            weight_decay=training_config.weight_decay,
-            fused=True,
-        )
         from_start = training_config.averaging == "from-start"
         self._average = RunningMean(self.model) if from_start else None
         self._recorded: Recorded | None = None
@@ -350,15 +345,13 @@ class Training:
         masks = self._draw_masks(inputs_TB)
         with tf32_products(self._config.precision == "tf32"):
             if self._recorded is None:
-                self._optimiser.zero_grad()
+                self.model.zero_grad()
                 total, figures, state = self._losses(inputs_TB, targets_TB, state, masks)
                 torch.autograd.backward(total)
             else:
                 figures, state = self._recorded(inputs_TB, targets_TB, state, masks)
         gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip)
-        for group in self._optimiser.param_groups:
-            group["lr"] = lr * len(inputs_TB) / self._config.bptt
-        self._optimiser.step()
+        descend(self.model, lr * len(inputs_TB) / self._config.bptt, self._config.weight_decay)
         if self._average is not None:
             self._average.update(self.model)
         self._steps += 1
@@ -415,6 +408,25 @@ class Training:
         if not loss <= DIVERGED_ABOVE:
             raise Diverged(f"the validation loss is {loss} after step {self._steps} of epoch {epoch}")
         return loss
+
+
+@torch.no_grad()
+def descend(model: nn.Module, lr: float, weight_decay: float) -> None:
+    """One step of torch.optim.SGD, fused. The class loads torch's compiler with its first step, which takes
+    seconds that a sweep's first epoch would wait for; the function that it calls does not."""
+    moved = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    sgd(
+        [parameter for parameter, _ in moved],
+        [gradient for _, gradient in moved],
+        [None] * len(moved),
+        fused=True,
+        weight_decay=weight_decay,
+        momentum=0.0,
+        lr=lr,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
 
 
 def _columns(tokens: Tensor, batch_size: int) -> Tensor:
