@@ -18,11 +18,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import psutil
 import ray
+import ray._private.node
 from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tuner
-from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
+from ray.tune.execution.class_cache import DEFAULT_ENV_VARS, ENV_VARS_TO_PROPAGATE
 
 from trials import cluster
 from trials.cpus import usable_cpus
@@ -103,6 +105,7 @@ def drive(
                 _join_patiently(ray_address, scratch, ledger)
         if not ledger.exhausted:
             watch.ray_is_up.set()
+            _hand_on(in_cluster=in_cluster)
             if not (in_cluster and spec.resources.gpus):  # whose share of a GPU would have to be waited for
                 verifier.start()
             _run(ledger, search, spec.resources, scratch)
@@ -151,8 +154,6 @@ def _join_patiently(address: str, scratch: Path, ledger: StudyLedger) -> None:
 
 
 def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch: Path) -> None:
-    # Workers inherit them; Tune would hand them over as a runtime environment, which Ray writes into a log.
-    ENV_VARS_TO_PROPAGATE.difference_update(STORES_SECRETS)
     for turn in itertools.count():
         nodes = cluster.joined_nodes()
         ledger.share(nodes)
@@ -236,15 +237,44 @@ def start_ray(scratch: Path, gpus: Sequence[Gpu] = ()) -> None:
 
     `gpus` are in CUDA_VISIBLE_DEVICES: a worker finds its own there, by its identity.
     """
-    ray.init(
-        address="local",
-        num_cpus=usable_cpus(),
-        num_gpus=len(gpus),
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=cluster.OBJECT_STORE_BYTES,
-        _temp_dir=str(scratch),
-    )
+    with mock.patch.object(ray._private.node, "Node", _SmallNode):
+        ray.init(
+            address="local",
+            num_cpus=usable_cpus(),
+            num_gpus=len(gpus),
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=cluster.OBJECT_STORE_BYTES,
+            _temp_dir=str(scratch),
+        )
+
+
+class _SmallNode(ray._private.node.Node):
+    """Of Ray, what runs our trials. Each of the others is a process that loads Ray anew, one of which `init`
+    would wait for."""
+
+    def start_api_server(self, **_options: Any) -> None:
+        """The dashboard's, which is there without a dashboard, too."""
+        self._webui_url = ""
+
+    def start_monitor(self) -> None:
+        """An autoscaler's: there is nothing to scale."""
+
+    def start_log_monitor(self) -> None:
+        """It would send what workers print to this process, which has no use for it."""
+
+
+def _hand_on(*, in_cluster: bool) -> None:
+    """Settle what Tune hands on to workers of this process's environment.
+
+    Ours inherit all of it; those of a cluster have the service's secrets from nobody. What Tune hands over is
+    a runtime environment, which Ray writes into a log; and each worker that has one is set up by another
+    process, and starts seconds later.
+    """
+    ENV_VARS_TO_PROPAGATE.difference_update(STORES_SECRETS)
+    if not in_cluster:
+        ENV_VARS_TO_PROPAGATE.clear()
+        DEFAULT_ENV_VARS.clear()
 
 
 class _Watch(threading.Thread):
