@@ -100,6 +100,24 @@ def test_a_driver_loads_no_torch() -> None:
     assert said.strip() == "[]"
 
 
+COUNTED = """
+import sys
+from ray.tune import tune
+from trials.driver import _callbacks_uncounted
+from trials.search import NoProgress
+
+with _callbacks_uncounted():
+    tune.air_usage.tag_callbacks([NoProgress()])
+print("ray.air.integrations.mlflow" in sys.modules)
+"""
+
+
+def test_tune_does_not_load_what_it_would_count_callbacks_of() -> None:
+    """MLflow's client takes more than a second, where it is installed."""
+    done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def never() -> None:
     raise AssertionError("the sweep is not over")
 
@@ -434,3 +452,37 @@ def test_ray_has_the_cpus_that_the_service_tells_of(tmp_path: Path) -> None:
         env = {**os.environ, **DRIVER_ENVIRONMENT, **OWN_RAY, "RAY_AUTH_TOKEN": "0" * 64}
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.stdout.split() == ["1", "1.0"], done.stderr
+
+
+PARTS_OF_RAY = """
+import os, sys
+from pathlib import Path
+
+import psutil
+import ray
+from ray.tune.execution.class_cache import _ActorClassCache
+from trials.driver import _hand_on, start_ray
+
+class Told:
+    def __call__(self):
+        return os.environ["RAY_CHDIR_TO_TRIAL_DIR"], ray.get_runtime_context().runtime_env
+
+start_ray(Path(sys.argv[1]))
+print(*sorted(process.name() for process in psutil.Process().children(recursive=True)))
+_hand_on(in_cluster=False)
+print(*ray.get(_ActorClassCache().get(Told).remote().__call__.remote()))
+"""
+
+
+@pytest.mark.slow
+def test_of_a_ray_of_our_own_there_is_what_runs_trials() -> None:
+    """No dashboard, autoscaler or reader of logs; no worker before there is a trial; and a worker inherits
+    what it needs: with a runtime environment of its own, another process would have to set it up first."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as scratch:
+        command = [sys.executable, "-c", PARTS_OF_RAY, scratch]
+        env = {**os.environ, **DRIVER_ENVIRONMENT, **OWN_RAY, "RAY_AUTH_TOKEN": "0" * 64}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.stdout.splitlines() == [
+        "gcs_server ray::DashboardAgent ray::RuntimeEnvAgent raylet",
+        "0 {}",
+    ], done.stderr

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -23,6 +23,7 @@ from unittest import mock
 import psutil
 import ray
 import ray._private.node
+import ray.air._internal.usage
 from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tuner
 from ray.tune.execution.class_cache import DEFAULT_ENV_VARS, ENV_VARS_TO_PROPAGATE
 
@@ -164,7 +165,16 @@ def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch
             time.sleep(1.0)
         else:
             ledger.say_why_it_waits(None)
-            _tuner(ledger, search, resources, scratch, turn).fit()
+            with _callbacks_uncounted():
+                _tuner(ledger, search, resources, scratch, turn).fit()
+
+
+@contextmanager
+def _callbacks_uncounted() -> Iterator[None]:
+    """For usage statistics, which are off, Tune would load the clients of MLflow and others, where they are
+    installed: more than a second before the first worker starts."""
+    with mock.patch.object(ray.air._internal.usage, "tag_callbacks"):
+        yield
 
 
 def why_full(resources: Resources, nodes: Sequence[Node]) -> str:
