@@ -50,8 +50,6 @@ PROBE_S = 180.0
 OWN_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every listener on 127.0.0.1
     "RAY_AUTH_MODE": "token",
-    # By itself Ray starts a process for each CPU at once, and Tune may use none of them.
-    "RAY_prestart_worker_first_driver": "0",
 }
 """For a driver whose Ray nobody else is to reach; that of a cluster is as the service's environment says."""
 DRIVER_ENVIRONMENT = {

@@ -393,7 +393,7 @@ def started_with(options: list[str]) -> dict[str, Any]:
 
 
 def test_ray_understands_the_cluster_of_the_composition() -> None:
-    from trials.trainable import NODE_DIR
+    from trials.encoded import NODE_DIR
 
     services = yaml.safe_load((DOCKER / "compose.cluster.yaml").read_text())["services"]
     said = {}

@@ -33,15 +33,14 @@ from trials.driver import (
     _Watch,
     drive,
     require_gpus,
-    why_full,
 )
 from trials.ledger import JournalAway, Orders, StudyLedger
-from trials.search import StudySearch
 from trials.shares import Node
 from trials.spec import Resources, SweepSpec
 from trials.store import CheckpointStore
 from trials.studies import open_study
 from trials.trainable import place_of
+from trials.tuning import build_search, why_full
 from trials.verification import Check, InFreshProcess, Verification, Verifier
 
 
@@ -93,9 +92,9 @@ def test_a_driver_of_which_nobody_took_note_says_itself_where_it_is(tmp_path: Pa
     storage.engine.dispose()
 
 
-def test_a_driver_loads_no_torch() -> None:
-    """What the first epoch waits for are its workers, which do."""
-    code = "import sys, service.drive; print([name for name in sys.modules if name.split('.')[0] == 'torch'])"
+def test_a_driver_loads_no_torch_and_no_tune_at_first() -> None:
+    """What the first epoch waits for are its workers, which do. Nor Tune, before Ray is up."""
+    code = "import sys, service.drive; print([name for name in ('torch', 'ray.tune') if name in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "[]"
 
@@ -103,10 +102,10 @@ def test_a_driver_loads_no_torch() -> None:
 COUNTED = """
 import sys
 from ray.tune import tune
-from trials.driver import _callbacks_uncounted
 from trials.search import NoProgress
+from trials.tuning import callbacks_uncounted
 
-with _callbacks_uncounted():
+with callbacks_uncounted():
     tune.air_usage.tag_callbacks([NoProgress()])
 print("ray.air.integrations.mlflow" in sys.modules)
 """
@@ -330,14 +329,16 @@ def run_watch(
     write_down: Callable[[], None],
 ) -> int:
     """With a trial that has done one epoch, in a process that was heard of. Returns what it leaves with."""
-    search = StudySearch(ledger, {})
+    search = build_search(ledger, {})
     task = search.suggest("a")["task"]
     search.on_report("a", worker.pid)
     ledger.record(task, report(task, 1))
     journal.orders = replace(journal.orders, running_s=100.0)
     pause = PauseSwitch(CheckpointStore("memory://"), ledger.sweep_id, "d")
+    watch = _Watch(ledger, journal, pause, verifier, write_down)
+    watch.search = search
     with pytest.raises(Left) as left:
-        _Watch(ledger, journal, search, pause, verifier, write_down).run()
+        watch.run()
     return int(left.value.args[0])
 
 
@@ -461,28 +462,34 @@ from pathlib import Path
 import psutil
 import ray
 from ray.tune.execution.class_cache import _ActorClassCache
-from trials.driver import _hand_on, start_ray
+from trials.driver import start_ray
+from trials.tuning import hand_on
 
 class Told:
     def __call__(self):
-        return os.environ["RAY_CHDIR_TO_TRIAL_DIR"], ray.get_runtime_context().runtime_env
+        loaded = sorted({"torch", "optuna", "trials.attempt", "trials.trainable"} & set(sys.modules))
+        told = os.environ["RAY_CHDIR_TO_TRIAL_DIR"], ray.get_runtime_context().runtime_env
+        return os.getpid(), *loaded, *told
 
 start_ray(Path(sys.argv[1]))
-print(*sorted(process.name() for process in psutil.Process().children(recursive=True)))
-_hand_on(in_cluster=False)
-print(*ray.get(_ActorClassCache().get(Told).remote().__call__.remote()))
+parts = {process.name(): process.pid for process in psutil.Process().children(recursive=True)}
+print(*sorted(parts))
+hand_on(in_cluster=False)
+pid, *told = ray.get(_ActorClassCache().get(Told).remote().__call__.remote())
+print(pid == parts["ray::IDLE"], *told)
 """
 
 
 @pytest.mark.slow
 def test_of_a_ray_of_our_own_there_is_what_runs_trials() -> None:
-    """No dashboard, autoscaler or reader of logs; no worker before there is a trial; and a worker inherits
-    what it needs: with a runtime environment of its own, another process would have to set it up first."""
+    """No dashboard, autoscaler or reader of logs; and one worker, which loads all while Tune is loaded here,
+    and is the first trial's. It inherits what it needs: with a runtime environment of its own, another
+    process would have to set it up first."""
     with tempfile.TemporaryDirectory(prefix="ray-") as scratch:
         command = [sys.executable, "-c", PARTS_OF_RAY, scratch]
         env = {**os.environ, **DRIVER_ENVIRONMENT, **OWN_RAY, "RAY_AUTH_TOKEN": "0" * 64}
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.stdout.splitlines() == [
-        "gcs_server ray::DashboardAgent ray::RuntimeEnvAgent raylet",
-        "0 {}",
+        "gcs_server ray::DashboardAgent ray::IDLE ray::RuntimeEnvAgent raylet",
+        "True torch trials.attempt trials.trainable 0 {}",
     ], done.stderr

@@ -9,9 +9,10 @@ import pytest
 from ray import cloudpickle
 
 from trials.cluster import ClusterAway, own_address
+from trials.encoded import node_dir
 from trials.spec import Resources
 from trials.store import CheckpointStore
-from trials.trainable import node_dir, runnable, why_not_here
+from trials.trainable import runnable, why_not_here
 from trials.version import own_version
 
 

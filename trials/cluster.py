@@ -22,9 +22,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from trials.encoded import ENCODED, node_dir
 from trials.shares import Node, as_ray_reads
 from trials.spec import Resources
-from trials.trainable import ENCODED, node_dir
 from trials.verification import Check, InFreshProcess, Verification
 
 HANDED_ON = (

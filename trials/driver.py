@@ -1,6 +1,7 @@
-"""One process per running sweep: runs the ledger's tasks with Ray Tune. The only file that knows Tuner.
+"""One process per running sweep: runs the ledger's tasks with Ray Tune.
 
-It loads no torch: a sweep's first epoch waits for the workers to load it, already.
+It loads no torch: a sweep's first epoch waits for the workers to load it, already. And Tune only once Ray is
+up, whose first worker loads what it needs meanwhile.
 
 Crash-only: nothing here needs to happen before the process dies. A new driver finds all it needs in the study
 and in the checkpoint store; whatever this one leaves in Tune's folder is never read.
@@ -14,44 +15,41 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest import mock
 
 import psutil
 import ray
 import ray._private.node
-import ray.air._internal.usage
-from ray.tune import CheckpointConfig, FailureConfig, RunConfig, TuneConfig, Tuner
-from ray.tune.execution.class_cache import DEFAULT_ENV_VARS, ENV_VARS_TO_PROPAGATE
+from ray._private import services
 
 from trials import cluster
 from trials.cpus import usable_cpus
 from trials.gpus import VISIBLE, Gpu, visible_gpus
 from trials.ledger import Fenced, Journal, StudyLedger
-from trials.search import LedgerScheduler, NoProgress, StudySearch, end_here
-from trials.shares import Node, room_on
-from trials.spec import Resources, SweepSpec
+from trials.spec import SweepSpec
 from trials.store import CheckpointStore
-from trials.trainable import runnable
 from trials.verification import InFreshProcess, Verifier
 from trials.version import own_version
+
+if TYPE_CHECKING:
+    from trials.search import StudySearch
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
 EXIT_FENCED = 0
-STORES_SECRETS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"}
 EXIT_RAY_DIED = 75  # EX_TEMPFAIL: start another driver
 EXIT_UNSETTLED = EXIT_RAY_DIED
 GPU_CHECK_S = 180.0
 """For torch to load, and to compute a little on each GPU."""
+PRELOAD, PRESTART = "RAY_preload_python_modules", "--num_prestart_python_workers="
+"""To the raylet: what each worker loads as soon as it is there, and how many are before any is asked for."""
 WHOLE_RAY = ("raylet", "gcs_server")
 """Processes without which a Ray of our own is none."""
-MOST_WORKERS = 10_000
-"""Of one sweep, at once: more than there will be machines."""
 
 
 def drive(
@@ -84,16 +82,13 @@ def drive(
         "gpus": None,  # of which workers choose theirs; in a cluster Ray does, which is one for all drivers
     }
     store = CheckpointStore(store_url)
-    search = StudySearch(
-        ledger, shared, cluster.end_process if in_cluster else end_here, waits_for_nodes=in_cluster
-    )
     pause = PauseSwitch(store, ledger.sweep_id, name)
     fresh = InFreshProcess(store_url, data_dir, corpora)
     if in_cluster:
         verifier = Verifier(ledger, cluster.OnANode(store_url, spec.resources))
     else:
         verifier = Verifier(ledger, fresh, fresh.prepare)
-    watch = _Watch(ledger, journal, search, pause, verifier, end, in_cluster=in_cluster)
+    watch = _Watch(ledger, journal, pause, verifier, end, in_cluster=in_cluster)
     watch.start()
     try:
         if not ledger.exhausted:
@@ -106,10 +101,13 @@ def drive(
                 _join_patiently(ray_address, scratch, ledger)
         if not ledger.exhausted:
             watch.ray_is_up.set()
-            _hand_on(in_cluster=in_cluster)
+            from trials import tuning
+
+            search = tuning.build_search(ledger, shared, in_cluster=in_cluster)
+            watch.search = search
             if not (in_cluster and spec.resources.gpus):  # whose share of a GPU would have to be waited for
                 verifier.start()
-            _run(ledger, search, spec.resources, scratch)
+            tuning.run(ledger, search, spec.resources, scratch, in_cluster=in_cluster)
         watch.leave_ray_alone()
         if ledger.limit is not None:
             ledger.end_open_trials()
@@ -154,66 +152,6 @@ def _join_patiently(address: str, scratch: Path, ledger: StudyLedger) -> None:
             return
 
 
-def _run(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch: Path) -> None:
-    for turn in itertools.count():
-        nodes = cluster.joined_nodes()
-        ledger.share(nodes)
-        if ledger.exhausted:
-            return
-        if ledger.is_full:
-            ledger.say_why_it_waits(why_full(resources, nodes))
-            time.sleep(1.0)
-        else:
-            ledger.say_why_it_waits(None)
-            with _callbacks_uncounted():
-                _tuner(ledger, search, resources, scratch, turn).fit()
-
-
-@contextmanager
-def _callbacks_uncounted() -> Iterator[None]:
-    """For usage statistics, which are off, Tune would load the clients of MLflow and others, where they are
-    installed: more than a second before the first worker starts."""
-    with mock.patch.object(ray.air._internal.usage, "tag_callbacks"):
-        yield
-
-
-def why_full(resources: Resources, nodes: Sequence[Node]) -> str:
-    """What keeps a sweep's trials, none of which runs, from beginning."""
-    if room_on(resources, nodes):
-        return (
-            "sweeps of a higher priority, or earlier ones, have all the machines: raise its priority, or wait"
-        )
-    takes = f"{resources.cpus:g} cpus" + (f" and {resources.gpus:g} of a GPU" if resources.gpus else "")
-    labels = ", ".join(f"{name}={value}" for name, value in resources.labels.items())
-    which = f" on a machine labelled {labels}" if labels else ""
-    return f"no machine has room for a trial now, which takes {takes}{which}: one that joins is used at once"
-
-
-def _tuner(ledger: StudyLedger, search: StudySearch, resources: Resources, scratch: Path, turn: int) -> Tuner:
-    return Tuner(
-        runnable(resources),
-        tune_config=TuneConfig(
-            num_samples=-1,  # the ledger knows when to end
-            # Tune starts as many workers at once; else one after another, and a short trial's end would have
-            # it take the worker that is there, and throw away the one that is being started. How many of them
-            # may work is the ledger's, which hears of changes.
-            max_concurrent_trials=MOST_WORKERS,
-            search_alg=search,
-            scheduler=LedgerScheduler(ledger, search),
-            reuse_actors=True,
-            trial_dirname_creator=lambda trial: str(trial.trial_id),  # by default it is a task, spelt out
-        ),
-        run_config=RunConfig(
-            name=f"tune-{turn}",
-            storage_path=str(scratch),
-            failure_config=FailureConfig(max_failures=0),  # the ledger owns retries
-            checkpoint_config=CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
-            callbacks=[NoProgress()],
-            verbose=0,
-        ),
-    )
-
-
 def require_gpus(spec: SweepSpec) -> tuple[Gpu, ...]:
     """Those of this machine, by which this process and all that it starts know them from now on.
 
@@ -247,6 +185,8 @@ def start_ray(scratch: Path, gpus: Sequence[Gpu] = ()) -> None:
 
     `gpus` are in CUDA_VISIBLE_DEVICES: a worker finds its own there, by its identity.
     """
+    if not gpus:  # else nothing is loaded before Ray has said which of them a worker sees
+        os.environ[PRELOAD] = "trials.trainable,trials.attempt"
     with mock.patch.object(ray._private.node, "Node", _SmallNode):
         ray.init(
             address="local",
@@ -273,18 +213,17 @@ class _SmallNode(ray._private.node.Node):
     def start_log_monitor(self) -> None:
         """It would send what workers print to this process, which has no use for it."""
 
+    def start_raylet(self, *arguments: Any, **options: Any) -> None:
+        """With one worker from the start, which is the first trial's: Ray would start one for each CPU, of
+        which the sweep may use few."""
+        start_process = services.start_ray_process
 
-def _hand_on(*, in_cluster: bool) -> None:
-    """Settle what Tune hands on to workers of this process's environment.
+        def start(command: list[str], *arguments: Any, **options: Any) -> Any:
+            words = [PRESTART + "1" if word.startswith(PRESTART) else word for word in command]
+            return start_process(words, *arguments, **options)
 
-    Ours inherit all of it; those of a cluster have the service's secrets from nobody. What Tune hands over is
-    a runtime environment, which Ray writes into a log; and each worker that has one is set up by another
-    process, and starts seconds later.
-    """
-    ENV_VARS_TO_PROPAGATE.difference_update(STORES_SECRETS)
-    if not in_cluster:
-        ENV_VARS_TO_PROPAGATE.clear()
-        DEFAULT_ENV_VARS.clear()
+        with mock.patch.object(services, "start_ray_process", start):
+            super().start_raylet(*arguments, **options)
 
 
 class _Watch(threading.Thread):
@@ -299,7 +238,6 @@ class _Watch(threading.Thread):
         self,
         ledger: StudyLedger,
         journal: Journal,
-        search: StudySearch,
         pause: PauseSwitch,
         verifier: Verifier,
         write_down: Callable[[], None],
@@ -309,7 +247,9 @@ class _Watch(threading.Thread):
         super().__init__(name="watch", daemon=True)
         self._own = ("raylet",) if in_cluster else WHOLE_RAY
         """Of Ray's processes, those that are children of this one, or theirs."""
-        self._ledger, self._journal, self._search = ledger, journal, search
+        self._ledger, self._journal = ledger, journal
+        self.search: StudySearch | None = None
+        """Once there is one: before, no trial has been handed out."""
         self._pause, self._verifier, self._write_down = pause, verifier, write_down
         self.ray_is_up = threading.Event()
         self._done, self._ray_may_go = threading.Event(), threading.Event()
@@ -348,7 +288,8 @@ class _Watch(threading.Thread):
 
     def _come_to_an_end(self) -> None:
         if self._ledger.end_open_trials():
-            self._search.end_all()
+            if self.search is not None:
+                self.search.end_all()
             self._last_words = threading.Thread(target=self._settle, name="verifier", daemon=True)
             self._last_words.start()
 
@@ -377,9 +318,10 @@ class _Watch(threading.Thread):
         if self.ray_is_up.is_set() and not self._ray_may_go.is_set():
             self._ledger.share(cluster.joined_nodes())
         self._pause.set_to(orders.state == "pausing")
-        self._search.end_stopped()
-        if not self._search.end_hung():
-            leave(EXIT_RAY_DIED)
+        if self.search is not None:
+            self.search.end_stopped()
+            if not self.search.end_hung():
+                leave(EXIT_RAY_DIED)
 
 
 def leave(code: int) -> NoReturn:

@@ -6,6 +6,8 @@ digest; it is written last, so an entry that a crash cut short is none.
 
 import hashlib
 import json
+import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +26,15 @@ from trials.corpora import (
 )
 from trials.files import StoreAway, alone, write_whole
 from trials.store import CorruptCheckpoint, pack, sha256_of, unpack
+
+ENCODED = "encoded"
+NODE_DIR = "FRATERNAL_NODE_DIR"
+"""Variable of a node: the folder in which its workers keep corpora; by default one for temporary files."""
+
+
+def node_dir() -> Path:
+    """Where the workers of a machine of a Ray cluster keep what they share: corpora, as text and as ids."""
+    return Path(os.environ.get(NODE_DIR) or Path(tempfile.gettempdir(), f"fraternal-{os.getuid()}"))
 
 
 def load_encoded(corpus: CorpusSpec, root: Path, digests: tuple[str, ...], folder: Path) -> Corpus:

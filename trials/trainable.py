@@ -5,7 +5,6 @@ The driver names this class, too, and has no use for torch: so it is loaded wher
 
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ import ray
 from ray import tune
 from ray.tune import PlacementGroupFactory
 
+from trials.encoded import ENCODED, node_dir
 from trials.gpus import VISIBLE, answering
 from trials.memory import give_back_gpu
 from trials.parts import Part, take_part
@@ -25,9 +25,6 @@ from trials.store import CheckpointStore
 from trials.tasks import Failure, Report
 from trials.version import own_version
 
-ENCODED = "encoded"
-NODE_DIR = "FRATERNAL_NODE_DIR"
-"""Variable of a node: the folder in which its workers keep corpora; by default one for temporary files."""
 ASK_AGAIN_S = 2.0
 """For a part of a GPU, where others have them all."""
 
@@ -98,11 +95,6 @@ def place_of(resources: Resources, config: Mapping[str, Any]) -> PlacementGroupF
 def runnable(resources: Resources) -> Any:
     """What Tune runs, a class of its own making. Workers load whatever it names: no module with Optuna."""
     return tune.with_resources(LanguageModelTrial, partial(place_of, resources))
-
-
-def node_dir() -> Path:
-    """Where the workers of a machine of a Ray cluster keep what they share: corpora, as text and as ids."""
-    return Path(os.environ.get(NODE_DIR) or Path(tempfile.gettempdir(), f"fraternal-{os.getuid()}"))
 
 
 def why_not_here(version: str, store: CheckpointStore, sweep_id: str, driver: str) -> str | None:
