@@ -32,7 +32,7 @@ class Overheads:
     work of the same kind, and grows with it on a slow machine or a busy one.
     """
 
-    start: float = 4.8
+    start: float = 3.1
     """From a submission to the first step of a trial."""
     start_eased: float = 0.3
     """Power of the probe's share of its cores by which it grows less than loading on a busy machine."""
