@@ -9,7 +9,7 @@ gradient, I and H width of a layer's inputs and outputs, G = 4H; P is H, and Q i
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
@@ -98,9 +98,10 @@ class _Recurrences(torch.autograd.Function):
         width, like = h_BH.shape[1], h_BH.dtype
         inputs_TCBQ, weight_GQ = _aligned(inputs_TCBI, dtype), _aligned(weight_GI, dtype)
         gates_TAG = F.linear(inputs_TCBQ, weight_GQ).to(like).add_(bias_G).flatten(1, 2)
-        matrices = [_aligned(kept_weights(weight_GH, kept, weight_p), dtype) for kept in kept_4HH]
-        matrix_CGP = torch.stack(matrices)
         before_CBP = _aligned(h_BH, dtype).repeat(copies, 1, 1)
+        matrix_CGP = before_CBP.new_zeros(copies, len(weight_GH), before_CBP.shape[2])
+        for matrix_GP, kept in zip(matrix_CGP, kept_4HH, strict=True):
+            matrix_GP[:, :width] = kept_weights(weight_GH, kept, weight_p)
         cells, activations, outputs = [c_BH.repeat(copies, 1)], [], []
         for t in range(steps):
             recurrent_CBG = _products(before_CBP, matrix_CGP.mT, like)
@@ -128,9 +129,10 @@ class _Recurrences(torch.autograd.Function):
         )  # fmt: skip
         n, dtype, like = ctx.with_gradient, matrix_CGP.dtype, h_BH.dtype
         rows = n * batch
-        d_outputs_TRH = d_returned[0][:, :n].reshape(steps, rows, width)
+        d_outputs_TCBH = d_returned[0][:, :n].contiguous()
         d_gates: list[Tensor] = []
-        d_h_RH, d_c_RH = d_outputs_TRH[-1], torch.zeros_like(d_outputs_TRH[-1])
+        d_h_RH = d_outputs_TCBH[-1].flatten(0, 1)
+        d_c_RH = torch.zeros_like(d_h_RH)
         for t in reversed(range(steps)):
             d_gates_RG, d_c_RH = _cell_backward(
                 d_h_RH, d_c_RH, cells[t][:rows], cells[t + 1][:rows], activations[t][:rows]
@@ -139,17 +141,17 @@ class _Recurrences(torch.autograd.Function):
             if t:
                 d_gates_CBG = d_gates_RG.view(n, batch, -1).to(dtype)
                 d_before_CBP = _products(d_gates_CBG, matrix_CGP[:n], like)
-                d_h_RH = d_outputs_TRH[t - 1] + d_before_CBP[:, :, :width].reshape(rows, width)
+                d_h_RH = (d_outputs_TCBH[t - 1] + d_before_CBP[:, :, :width]).flatten(0, 1)
         d_gates_TCBG = torch.stack(d_gates[::-1]).view(steps, n, batch, -1)
         d_bias_G = d_gates_TCBG.sum((0, 1, 2))
         d_gates_TCBG = d_gates_TCBG.to(dtype)
         before_TCBH = torch.cat([h_BH.expand(1, n, -1, -1), outputs_TCBH[:-1, :n]])
         d_weight_CGP = torch.bmm(_of_copies(d_gates_TCBG).mT, _of_copies(_aligned(before_TCBH, dtype)))
-        d_weights = [
+        d_weights = (
             kept_weights(d_weight_GP[:, :width].to(like), kept, ctx.weight_p)
             for d_weight_GP, kept in zip(d_weight_CGP, kept_4HH, strict=False)
-        ]
-        d_weight_GH = torch.stack(d_weights).sum(0)
+        )
+        d_weight_GH = reduce(torch.add, d_weights)
         d_gates_NG = d_gates_TCBG.flatten(0, 2)
         d_weight_GI = torch.mm(d_gates_NG.t(), inputs_TCBQ[:, :n].flatten(0, 2)).to(like)[:, : ctx.inputs]
         d_inputs_TCBI = inputs_TCBQ.new_zeros(steps, copies, batch, ctx.inputs, dtype=like)
@@ -163,6 +165,10 @@ def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
     return F.pad(x.to(dtype), (0, missing)) if missing else x.to(dtype)
 
 
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
 def _of_copies(x_TCBW: Tensor) -> Tensor:
     """(C, T·B, W)"""
     return x_TCBW.transpose(0, 1).flatten(1, 2)
@@ -170,7 +176,7 @@ def _of_copies(x_TCBW: Tensor) -> Tensor:
 
 def _products(one_CMK: Tensor, other_CKN: Tensor, dtype: torch.dtype) -> Tensor:
     """Of each copy, summed up and given in `dtype`, whatever the factors are in, where the device can."""
-    if one_CMK.is_cuda and one_CMK.dtype != dtype:
+    if _is_on_gpu(one_CMK) and one_CMK.dtype != dtype:
         return torch.bmm(one_CMK, other_CKN, out_dtype=dtype)
     return torch.bmm(one_CMK, other_CKN).to(dtype)
 
@@ -180,8 +186,10 @@ def _cell(inputs_AG: Tensor, recurrent_AG: Tensor, c_AH: Tensor) -> tuple[Tensor
 
     torch has that as one kernel, private to it, for GPUs alone; without it, it is a dozen.
     """
-    if inputs_AG.is_cuda and hasattr(torch, "_thnn_fused_lstm_cell"):
-        fused: tuple[Tensor, Tensor, Tensor] = torch._thnn_fused_lstm_cell(inputs_AG, recurrent_AG, c_AH)
+    if _is_on_gpu(inputs_AG) and hasattr(torch.ops.aten, "_thnn_fused_lstm_cell"):
+        fused: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._thnn_fused_lstm_cell(
+            inputs_AG, recurrent_AG, c_AH
+        )
         return fused
     activations_AG = inputs_AG + recurrent_AG
     i, f, g, o = activations_AG.chunk(4, 1)
@@ -196,7 +204,7 @@ def _cell_backward(
     d_h_RH: Tensor, d_c_RH: Tensor, before_RH: Tensor, after_RH: Tensor, activations_RG: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of the gates before their nonlinearities, and of c before the step; `before` and `after` are c's."""
-    if d_h_RH.is_cuda and hasattr(torch.ops.aten, "_thnn_fused_lstm_cell_backward_impl"):
+    if _is_on_gpu(d_h_RH) and hasattr(torch.ops.aten, "_thnn_fused_lstm_cell_backward_impl"):
         backward = torch.ops.aten._thnn_fused_lstm_cell_backward_impl
         d_gates_RG, d_before_RH, _ = backward(d_h_RH, d_c_RH, before_RH, after_RH, activations_RG, False)
         return d_gates_RG, d_before_RH
