@@ -1,14 +1,17 @@
 """What a trial is said to take is what it takes: measured in processes of their own."""
 
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -20,14 +23,19 @@ from service.launcher import DRIVER_ENVIRONMENT
 from tests.service_process import write_corpus
 from tests.test_cli import run
 from trials.memory import (
+    HEADROOM,
+    LIBRARIES,
     NotEnoughMemory,
     bytes_on,
+    graphs_bytes,
     limit_of_cgroup,
     peak_bytes,
     require_memory,
     total_bytes,
 )
+from trials.recorded import Recorded
 from trials.spec import TrainingConfig, TrialConfig
+from trials.training import Training
 
 MEASURE = """
 import json, re, sys
@@ -204,6 +212,75 @@ def test_graphs_take_memory_of_a_gpu_alone() -> None:
     plain, graphs = trial({}, {}, "fraternal"), trial({}, {"cuda_graphs": True}, "fraternal")
     assert bytes_on("cpu", graphs, 10_000) == bytes_on("cpu", plain, 10_000)
     assert bytes_on("cuda", graphs, 10_000) > bytes_on("cuda", plain, 10_000)
+
+
+def test_graphs_are_reckoned_with_by_kernels() -> None:
+    """Time steps of all layers, pieces of logits, and lengths of windows."""
+    base = trial({}, {}, "fraternal")
+    for more in (
+        trial({"layers": 4}, {}, "fraternal"),
+        trial({}, {"bptt": 100}, "fraternal"),
+        trial({}, {"batch_size": 100}, "fraternal"),
+        trial({}, {"recompute": True}, "fraternal"),
+    ):
+        assert graphs_bytes(more) > graphs_bytes(base)
+    assert graphs_bytes(trial({}, {"windows": "fixed"}, "fraternal")) < graphs_bytes(base) / 30
+    assert graphs_bytes(trial({"hidden_size": 100}, {}, "fraternal")) == graphs_bytes(base)
+
+
+OF_GRAPHS: list[tuple[dict[str, Any], dict[str, Any], str, int]] = [
+    ({"embedding_size": 64, "layers": 1}, {"batch_size": 20, "bptt": 70}, "fraternal", 5_000),
+    ({"layers": 2, "hidden_size": 900}, {"batch_size": 20, "bptt": 10}, "fraternal", 31),
+    ({"embedding_size": 1200, "layers": 1}, {"batch_size": 2, "bptt": 5}, "fraternal", 50),
+    ({"embedding_size": 1050, "layers": 1}, {"batch_size": 40, "bptt": 35}, "none", 500),
+    (
+        {"embedding_size": 300, "layers": 1, "locked": False},
+        {"batch_size": 80, "bptt": 70, "recompute": True},
+        "fraternal",
+        500,
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "training", "regularizer", "size"), OF_GRAPHS)
+def test_graphs_tensors_lie_below_the_estimate(
+    model: dict[str, Any], training: dict[str, Any], regularizer: str, size: int
+) -> None:
+    """By what torch's allocator gives to the same operations here: to a step's twice, once to all else."""
+    of = trial(model, {**training, "windows": "fixed", "averaging": "none", "cuda_graphs": True}, regularizer)
+    config, window = of.training, of.training.bptt
+    text = np.arange(config.batch_size * (window + 1), dtype=np.int32) % size
+    begun: list[Training] = []
+
+    def step() -> None:
+        one, (tokens_TB, zero) = (
+            begun[0],
+            (begun[0]._columns_TB, begun[0].model.zero_state(config.batch_size)),
+        )
+        one._step(tokens_TB[:window], tokens_TB[1:], zero, 1.0)
+
+    def begin() -> None:
+        begun.append(Training(of.model, config, of.regularization, size, text, text[:2], 1))
+        begun[0]._recorded = Recorded(list(begun[0].model.parameters()), window, lambda compute: compute)
+        step()
+
+    (_, stays), (peak, _) = allocated(begin), allocated(step)
+    estimate = peak_bytes(of, size, "cuda") - HEADROOM * (LIBRARIES + graphs_bytes(of))
+    assert stays + 2 * peak <= estimate
+
+
+def allocated(act: Callable[[], None]) -> tuple[int, int]:
+    """Bytes of tensors beyond those that there were before: at most, and in the end."""
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        act()
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in profiled.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    sizes = list(itertools.accumulate(size for _, size in sorted(events, key=lambda event: event[0])))
+    return max(sizes), sizes[-1]
 
 
 @pytest.mark.gpu

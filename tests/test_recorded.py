@@ -5,14 +5,23 @@ as it was when it was made: whatever else changes from step to step, or follows 
 would be found.
 """
 
+import gc
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch._meta_registrations
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import models.side_by_side
+import trials.recorded
+from models.side_by_side import _Recurrences
 from regularizers.config import Regularization
 from tests.test_step import REGULARIZATIONS
 from tests.test_training import (
@@ -25,6 +34,7 @@ from tests.test_training import (
     saved_and_read,
     untimed,
 )
+from trials.memory import KERNELS_A_STEP, KERNELS_BESIDE
 from trials.recorded import Recorded
 from trials.spec import TrainingConfig
 from trials.training import Training
@@ -35,6 +45,25 @@ FIXED = replace(CONFIG, epochs=2, bptt=5, lr=1.0, windows="fixed")
 TEXT = TRAIN[:150]
 
 
+UNCAPTURED = {"_local_scalar_dense", "nonzero", "is_nonzero", "lift_fresh", "masked_select", "unique"}
+"""Operations that wait for the device, or bring something from the host: a CUDA graph can have none."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts those that a device is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view and not func.overloadpacket.__name__.startswith(("empty", "new_empty", "detach")):
+            self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
 class Tracing:
     """A recorder that counts its traces, and how often they were replayed."""
 
@@ -43,7 +72,9 @@ class Tracing:
 
     def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
         self.recorded += 1
-        compute()  # as before a CUDA graph
+        with Operations() as asked:
+            compute()  # as before a CUDA graph
+        assert not UNCAPTURED & set(asked.names)
         trace = make_fx(lambda: compute() or 0)()
 
         @torch.no_grad()
@@ -66,7 +97,7 @@ def build(
     training.model.to(dtype)
     if recorder is not None:
         parameters = list(training.model.parameters())
-        training._recorded = Recorded(training._losses, parameters, recorder)
+        training._recorded = Recorded(parameters, config.longest_window, recorder)
     return training
 
 
@@ -122,18 +153,96 @@ def test_what_a_step_returned_is_not_what_the_next_one_writes_to() -> None:
     assert not any(each.any() for layer in zero for each in layer)
 
 
-def test_windows_of_other_lengths_share_what_has_their_shape() -> None:
-    """Masks of recurrent weights are as large as those; there are dozens of lengths."""
-    training = build(recorder=Tracing())
+def take_steps(training: Training, *lengths: int) -> None:
     zero, columns_TB = training.model.zero_state(CONFIG.batch_size), training._columns_TB
-    assert training._recorded is not None
-    kept = []
-    for length in (5, 6, 7):
+    for length in lengths:
         training._step(columns_TB[:length], columns_TB[1 : length + 1], zero, 1.0)
-        inputs = training._recorded._inputs.values()
-        kept.append({each.data_ptr() for each in inputs if each.dtype == torch.bool})
-    assert len(kept[0]) == 2 * MODEL.layers
-    assert kept[0] == kept[1] == kept[2]
+
+
+def test_windows_of_all_lengths_share_what_they_are_given() -> None:
+    """Masks are as large as weights, or as what a window has of words; there are dozens of lengths."""
+    training = build(recorder=Tracing())
+    kept = []
+    for length in (6, 5, CONFIG.longest_window, 1):
+        take_steps(training, length)
+        assert training._recorded is not None
+        kept.append({each.data_ptr() for each in training._recorded._inputs.values()})
+    state, mask = 2 * MODEL.layers, 3 + (MODEL.layers - 1) + MODEL.layers
+    assert len(kept[0]) == 2 + state + 2 * mask
+    assert kept[0] == kept[1] == kept[2] == kept[3]
+
+
+def test_what_was_not_used_for_longest_is_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is reckoned with for so many."""
+    monkeypatch.setattr(trials.recorded, "MOST_GRAPHS", 2)
+    training = build(recorder=(recorder := Tracing()))
+    take_steps(training, 5, 6, 5, 7, 5)
+    assert (recorder.recorded, recorder.replayed) == (3, 5)
+    take_steps(training, 6)
+    assert recorder.recorded == 4
+
+
+def test_recordings_go_with_the_last_reference_to_their_training() -> None:
+    """And not when the garbage collector comes: maybe in the middle of another recording, which CUDA ends."""
+
+    class Replay:
+        def __init__(self, compute: Callable[[], None]) -> None:
+            compute()
+
+        def __call__(self) -> None: ...
+
+    training = build()
+    parameters = list(training.model.parameters())
+    training._recorded = Recorded(parameters, CONFIG.longest_window, Replay)
+    gc.collect()
+    gc.disable()
+    try:
+        take_steps(training, 5, 6)
+        replays = [weakref.ref(replay) for replay in training._recorded._replays.values()]
+        assert len(replays) == 2
+        del training
+        assert [replay() for replay in replays] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_gradient", [1, 2])
+@pytest.mark.parametrize("width", [24, 26])
+def test_a_gpus_own_operations_are_there_and_as_many_as_memory_reckons_with(
+    dtype: torch.dtype, with_gradient: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By shapes alone: torch has these two kernels for no CPU, and under no public name."""
+    monkeypatch.setattr(models.side_by_side, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(torch._meta_registrations, "rnn_cell_checkSizes", lambda *_: None)  # wants biases
+    copies, batch, inputs = 2, 3, 17
+
+    def asked(steps: int) -> "Counter[str]":
+        def given(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device="meta")
+
+        ctx = SimpleNamespace(mark_non_differentiable=lambda *_: None)
+        ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
+        kept = tuple(given(4 * width, width, dtype=torch.bool) for _ in range(copies))
+        arguments = (
+            given(steps, copies, batch, inputs),
+            *(given(4 * width, inputs), given(4 * width, width), given(4 * width)),
+        )
+        state = given(batch, width), given(batch, width)
+        with Operations() as operations:
+            returned = _Recurrences.forward(ctx, *arguments, kept, 0.5, *state, with_gradient, dtype)
+            gradients = _Recurrences.backward(ctx, torch.empty_like(returned[0]), None)
+        for argument, gradient in zip(arguments, gradients, strict=False):
+            assert gradient is not None
+            assert (gradient.shape, gradient.dtype) == (argument.shape, argument.dtype)
+        return operations.names
+
+    short, long = asked(5), asked(6)
+    assert long["_thnn_fused_lstm_cell"] == long["_thnn_fused_lstm_cell_backward_impl"] == 6
+    of_a_step = (long - short).total()
+    assert of_a_step <= 7
+    assert of_a_step + 2 <= KERNELS_A_STEP
+    assert short.total() - 5 * of_a_step <= KERNELS_BESIDE
 
 
 def test_a_cpu_records_nothing() -> None:

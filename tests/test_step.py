@@ -133,7 +133,7 @@ def assert_equal_to_the_reference(
     training, drawn, columns_TB = build(config, regularization, training_config, device)
     if recorded:
         parameters = list(training.model.parameters())
-        training._recorded = Recorded(training._losses, parameters, recorder=lambda compute: compute)
+        training._recorded = Recorded(parameters, training_config.longest_window, lambda compute: compute)
     model = model_of(shape).to(device)
     weights = initial = copied(training.model)
     state = model.zero_state(B)

@@ -39,6 +39,23 @@ COPIES_TO_SAVE = 6
 """Of the parameters, and of their averages: cloned, serialised, packed, and what earlier copies left."""
 
 
+MOST_GRAPHS = 64
+"""Lengths of windows that a trial has a CUDA graph of; random ones are some 60, and a rest now and then."""
+
+KERNEL = 10 * 2**10
+"""Bytes that CUDA keeps for each kernel in a graph, beside torch's allocator: so NVIDIA's own cache of graphs
+reckons (cccl, pull request 3768)."""
+
+KERNELS_A_STEP, KERNELS_A_STEP_RECOMPUTED = 10, 14
+"""Of a layer in a graph, for each time step: 7 and 10 are asked for, and cuBLAS may add one to a product."""
+
+KERNELS_A_PIECE = 40
+"""In a graph for each piece of the logits of two passes."""
+
+KERNELS_BESIDE = 100
+"""In a graph for each layer whatever the window is, and twice as many for all else."""
+
+
 GPU_CONTEXT = 640 * 2**20
 """Bytes that a process takes of a GPU beside its tensors, which torch counts: CUDA's context, and code."""
 
@@ -56,8 +73,7 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int, device: str = "cpu") -
     parameters = model.parameter_count(vocabulary_size)
     averages = 0 if training.averaging == "none" else parameters
     passes = 1 if config.regularization.declaration.second_pass == "none" else 2
-    longest = training.bptt + (10 if training.windows == "random" else 0)
-    tokens = training.batch_size * longest
+    tokens = training.batch_size * training.longest_window
     layers = [out * (PER_UNIT_WIDE if out >= NARROWEST else PER_UNIT) for _, out in sizes]
     kept = PER_UNIT_RECOMPUTED * units if training.recompute else sum(layers)
     activations = tokens * (kept + 4 * model.embedding_size)
@@ -68,11 +84,27 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int, device: str = "cpu") -
     head = vocabulary_size * ((passes + 1) * rows + 2 * last + embedding)
     step = passes * (activations + masked_weights) + made_again + head
     if training.cuda_graphs and device.startswith("cuda"):
-        step *= 2  # a window of a new length is first computed beside what the graphs have
+        # Gradients on their way to where they stay, and of a layer's matrix those of each pass; masks as
+        # they are drawn and where they stay.
+        step += parameters + (passes + 3) * max(4 * out * out for _, out in sizes)
+        step += 0 if model.locked else 2 * passes * tokens * (model.embedding_size + last)
+        # A window of a new length is first computed beside what the graphs have.
+        step = 2 * step + graphs_bytes(config) / FLOAT
     evaluation = LOGITS_AT_ONCE * min(EVALUATION_WINDOW * vocabulary_size, MOST_LOGITS)
     save = COPIES_TO_SAVE * (parameters + averages)
     floats = 2 * parameters + averages + max(step, evaluation, save)
     return int(HEADROOM * (LIBRARIES + FLOAT * floats))
+
+
+def graphs_bytes(config: TrialConfig) -> int:
+    """What CUDA keeps of the graphs of a trial's steps at most."""
+    training, sizes = config.training, config.model.layer_sizes
+    pieces = math.ceil(training.batch_size * training.longest_window / max(FEWEST_ROWS, sizes[-1][1]))
+    step = KERNELS_A_STEP_RECOMPUTED if training.recompute else KERNELS_A_STEP
+    layers = len(sizes) * (training.longest_window * step + KERNELS_BESIDE)
+    kernels = layers + pieces * KERNELS_A_PIECE + 2 * KERNELS_BESIDE
+    graphs = MOST_GRAPHS if training.windows == "random" else 2  # the last window is cut short by the end
+    return graphs * kernels * KERNEL
 
 
 def require_memory(config: TrialConfig, vocabulary_size: int, device: str, gpu_share: float = 1.0) -> None:

@@ -7,7 +7,7 @@ it makes, gradients too, is in the same place every time.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from models.awd_lstm import State
 from models.masks import Masks
+from trials.memory import MOST_GRAPHS
 
 Losses = Callable[[Tensor, Tensor, State, Sequence[Masks | None]], tuple[Tensor, Tensor, State]]
 """Inputs and targets (T, B), a state and masks -> the total loss, figures (M,), and the state afterwards."""
@@ -24,71 +25,95 @@ Recorder = Callable[[Callable[[], None]], Callable[[], object]]
 
 
 class Recorded:
-    """Calls `losses` and makes the gradients, each of which is then its parameter's `grad`."""
+    """Makes the gradients of a loss, each of which is then its parameter's `grad`.
 
-    def __init__(
-        self, losses: Losses, parameters: Sequence[nn.Parameter], recorder: Recorder | None = None
-    ) -> None:
-        self._losses, self._parameters = losses, parameters
-        self._record = recorder or cuda_recorder()
+    It knows nobody that knows it: graphs go with the last reference to it. Left to the garbage collector they
+    might go while another one is recorded, and CUDA would end that.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], longest: int, recorder: Recorder) -> None:
+        """`longest` is the length of the longest window that there will be."""
+        self._parameters, self._longest, self._record = parameters, longest, recorder
         self._inputs: dict[tuple[int, torch.Size], Tensor] = {}
-        """By their place among what is given, and their shape: windows of any length share what they can."""
+        """By their place among what is given, and their shape but for time: all windows share them."""
+        self._gradients: list[Tensor] = []
         self._outputs: list[Tensor] = []
         self._replays: dict[int, Callable[[], object]] = {}
-        """By the window's length, all else being as it always is."""
+        """By the window's length, all else being as it always is; the one that was used last is the last."""
 
     def __call__(
-        self, inputs_TB: Tensor, targets_TB: Tensor, state: State, masks: Sequence[Masks | None]
+        self,
+        losses: Losses,
+        inputs_TB: Tensor,
+        targets_TB: Tensor,
+        state: State,
+        masks: Sequence[Masks | None],
     ) -> tuple[Tensor, State]:
-        """The figures, and the state afterwards."""
-        given = (inputs_TB, targets_TB, state, tuple(masks))
-        fixed = self._copied_in(given)
-        if (length := len(inputs_TB)) not in self._replays:
-            self._replays[length] = self._record(partial(self._compute, *fixed))
-        self._replays[length]()
-        figures, *states = (output.clone() for output in self._outputs[: 1 + 2 * len(state)])
+        """The figures, and the state afterwards. `losses` is the same every time."""
+        if not self._gradients:
+            self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+        length = len(inputs_TB)
+        fixed = self._copied_in((inputs_TB, targets_TB, state, tuple(masks)), length)
+        replay = self._replays.pop(length, None)
+        if replay is None:
+            if len(self._replays) == MOST_GRAPHS:
+                del self._replays[next(iter(self._replays))]
+            replay = self._record(partial(self._compute, losses, *fixed))
+        self._replays[length] = replay
+        replay()
+        figures, *states = (output.clone() for output in self._outputs)
         return figures, tuple(zip(states[::2], states[1::2], strict=True))
 
-    def _copied_in(self, given: Any) -> Any:
+    def _copied_in(self, given: Any, length: int) -> Any:
         """The same, of tensors that stay where they are."""
         places = iter(range(len(list(_tensors(given)))))
 
         def copied(tensor: Tensor) -> Tensor:
-            at = next(places), tensor.shape
+            at, rows = (next(places), tensor.shape[1:]), len(tensor)
             if at not in self._inputs:
-                self._inputs[at] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            return self._inputs[at].copy_(tensor)
+                self._inputs[at] = tensor.new_empty(self._longest if rows == length else rows, *at[1])
+            return self._inputs[at][:rows].copy_(tensor)
 
         return _mapped(copied, given)
 
-    def _compute(self, *fixed: Any) -> None:
-        total, figures, state = self._losses(*fixed)
+    def _compute(self, losses: Losses, *fixed: Any) -> None:
+        total, figures, state = losses(*fixed)
         gradients = torch.autograd.grad(total, self._parameters)
-        made = [figures, *_tensors(state), *gradients]
+        made = [figures, *_tensors(state)]
         if not self._outputs:  # the recorder's first call is no recording
             self._outputs = [torch.empty_like(each) for each in made]
-            for parameter, gradient in zip(self._parameters, self._outputs[-len(gradients) :], strict=True):
-                parameter.grad = gradient
-        for output, each in zip(self._outputs, made, strict=True):
-            output.copy_(each)
+        for place, each in zip([*self._outputs, *self._gradients], [*made, *gradients], strict=True):
+            place.copy_(each)
 
 
-def cuda_recorder() -> Recorder:
+def cuda_recorder(device: torch.device) -> Recorder:
     """Its graphs share their memory: one runs at a time, and keeps nothing there."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(compute: Callable[[], None]) -> Callable[[], object]:
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            compute()  # what libraries load and choose at a first time cannot be recorded
-        torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            compute()
+        with torch.cuda.device(device):  # streams are those of the current one
+            ours, aside = torch.cuda.current_stream(), _aside(torch.cuda.current_device())
+            aside.wait_stream(ours)
+            try:
+                with torch.cuda.stream(aside):
+                    compute()  # what libraries load and choose at a first time cannot be recorded
+                    with torch.cuda.graph(graph, pool, aside, capture_error_mode="thread_local"):
+                        compute()
+            finally:  # out of memory, say: what was begun still reads what may then be given to others
+                ours.wait_stream(aside)
         return graph.replay
 
     return record
+
+
+@cache
+def _aside(device: int) -> torch.cuda.Stream:
+    """One for all that is ever recorded there: cuBLAS keeps megabytes for each stream that it has seen, and
+    graphs have only that memory in common which was theirs on one stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:

@@ -49,6 +49,9 @@ Factor = Annotated[FiniteFloat, Field(ge=0, strict=True)]
 Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
 """What the study, which keeps parameters as floats, gives back unchanged."""
 
+MOST_ABOVE_BPTT = 10
+"""Time steps that a window of a random length may have more than its base."""
+
 
 class Wire(BaseModel):
     """A frozen, closed piece of the wire format."""
@@ -95,6 +98,11 @@ class TrainingConfig:
     cuda_graphs: bool = False
     """On a GPU, carry out each step as a CUDA graph, recorded once for each length of a window, with both
     passes side by side: the same numbers but for rounding. On a CPU it changes nothing."""
+
+    @property
+    def longest_window(self) -> int:
+        """In time steps."""
+        return self.bptt + (MOST_ABOVE_BPTT if self.windows == "random" else 0)
 
 
 class Choice(Wire):

@@ -31,8 +31,8 @@ from trials.averaging import RunningMean, averaging_starts, learning_rate
 from trials.dynamics import COLUMNS, STEPS, prediction_dynamics
 from trials.evaluation import Ids, as_tokens, evaluate, key, require_two_tokens
 from trials.perplexity import perplexity
-from trials.recorded import Recorded
-from trials.spec import TrainingConfig
+from trials.recorded import Recorded, cuda_recorder
+from trials.spec import MOST_ABOVE_BPTT, TrainingConfig
 
 INITIAL_WEIGHTS, WINDOWS, MASKS, STATE_RESETS, DYNAMICS = range(5)
 """What a random stream is for: the second part of its key, after the seed; trials.evaluation has one more."""
@@ -118,7 +118,7 @@ def window_lengths(steps: int, config: TrainingConfig, rng: np.random.Generator)
 
 def _random_length(bptt: int, rng: np.random.Generator) -> int:
     base = bptt if rng.random() < 0.95 else bptt / 2
-    return max(5, min(int(rng.normal(base, 5)), int(base + 10)))
+    return max(5, min(int(rng.normal(base, 5)), int(base + MOST_ABOVE_BPTT)))
 
 
 @dataclass
@@ -170,7 +170,9 @@ class Training:
         self._average = RunningMean(self.model) if from_start else None
         self._recorded: Recorded | None = None
         if training_config.cuda_graphs and self._device.type == "cuda":
-            self._recorded = Recorded(self._losses, list(self.model.parameters()))
+            parameters = list(self.model.parameters())
+            recorder = cuda_recorder(self._device)
+            self._recorded = Recorded(parameters, training_config.longest_window, recorder)
         self._steps = 0
         self._history: list[EpochResult] = []
         self._under_way: _UnderWay | None = None
@@ -349,7 +351,7 @@ class Training:
                 total, figures, state = self._losses(inputs_TB, targets_TB, state, masks)
                 torch.autograd.backward(total)
             else:
-                figures, state = self._recorded(inputs_TB, targets_TB, state, masks)
+                figures, state = self._recorded(self._losses, inputs_TB, targets_TB, state, masks)
         gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip)
         descend(self.model, lr * len(inputs_TB) / self._config.bptt, self._config.weight_decay)
         if self._average is not None:
