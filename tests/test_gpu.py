@@ -26,13 +26,15 @@ from tests.test_training import (
     V,
     assert_equal_weights,
     saved_and_read,
+    text,
     untimed,
 )
 from trials.attempt import ALIVE, is_out_of_memory, run_attempt
 from trials.corpora import PathCorpus
 from trials.evaluation import evaluate, evaluate_mc
 from trials.gpus import driver_version, visible_gpus
-from trials.memory import GPU_CONTEXT, give_back_gpu, keep_to_share, total_bytes
+from trials.memory import GPU_CONTEXT, KERNEL, give_back_gpu, graphs_bytes, keep_to_share, total_bytes
+from trials.recorded import cuda_recorder
 from trials.spec import TrialConfig
 from trials.store import CheckpointStore
 from trials.tasks import Task
@@ -101,7 +103,8 @@ def test_every_regularizer_trains_in_every_precision(
         Training(MODEL, config, REGULARIZATIONS[name], V, TRAIN, VALID, 1, "cuda") for config in configs
     )
     for expected, found in zip(single.epochs(), other.epochs(), strict=True):
-        assert found.train_loss != expected.train_loss
+        if precision == "bf16":  # in TF32 cuBLAS may find so small a product no worse without tensor cores
+            assert found.train_loss != expected.train_loss
         assert found.train_loss == pytest.approx(expected.train_loss, rel=0.01)
         assert found.valid_loss == pytest.approx(expected.valid_loss, rel=0.01)
 
@@ -122,15 +125,18 @@ def test_computing_layers_again_changes_no_bit(precision: Precision, cuda_graphs
     assert untimed(tuple(kept.epochs())) == untimed(tuple(recomputed.epochs()))
 
 
-def test_graphs_train_as_single_steps_do_but_for_rounding() -> None:
-    """In float64, and in windows of many lengths; tests/test_step.py has one step."""
-    config = replace(CONFIG, lr=1.0, state_reset_p=0.3)
+@pytest.mark.parametrize("batch_size", [3, 400])
+def test_graphs_train_as_single_steps_do_but_for_rounding(batch_size: int) -> None:
+    """In float64, and in windows of many lengths; tests/test_step.py has one step. Of more than 3,072 words
+    torch sorts the gradients of the embedding."""
+    config = replace(CONFIG, lr=1.0, state_reset_p=0.3, batch_size=batch_size)
+    words = text(60 * batch_size, 1)
     plain, graphs = (
         Training(
             MODEL,
             replace(config, cuda_graphs=cuda_graphs),
             Regularization("fraternal"),
-            *(V, TRAIN, VALID, 1, "cuda"),
+            *(V, words, VALID, 1, "cuda"),
         )
         for cuda_graphs in (False, True)
     )
@@ -215,15 +221,38 @@ def whole_gpu() -> Iterator[None]:
 @pytest.mark.usefixtures("whole_gpu")
 def test_a_trial_that_takes_more_than_its_part_runs_out_of_memory_by_itself() -> None:
     total = total_bytes("cuda")
-    keep_to_share("cuda", 0.25)
-    own = torch.empty(int(0.2 * total), dtype=torch.uint8, device="cuda")
+    torch.cuda.empty_cache()
+    keep_to_share("cuda", 0.5)
+    own = torch.empty(int(0.3 * total), dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError) as refused:
-        torch.empty(int(0.1 * total), dtype=torch.uint8, device="cuda")
+        torch.empty(int(0.3 * total), dtype=torch.uint8, device="cuda")
     assert is_out_of_memory(refused.value)
     del own
     torch.cuda.empty_cache()
     keep_to_share("cuda", 1.0)
-    torch.empty(int(0.3 * total), dtype=torch.uint8, device="cuda")
+    torch.empty(int(0.6 * total), dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.usefixtures("whole_gpu")
+def test_a_recording_that_runs_out_of_memory_says_so_and_another_goes_on() -> None:
+    number, large, kept = torch.zeros((), device="cuda"), 2**28, []
+
+    def compute() -> None:
+        number.add_(1)
+        if torch.cuda.is_current_stream_capturing():
+            kept.append(torch.empty(large, dtype=torch.uint8, device="cuda"))
+
+    torch.cuda.empty_cache()
+    room = (torch.cuda.memory_reserved() + large // 2) / total_bytes("cuda")
+    torch.cuda.set_per_process_memory_fraction(room)
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        cuda_recorder(torch.device("cuda"))(compute)
+    assert is_out_of_memory(refused.value)
+    assert not kept
+    keep_to_share("cuda", 1.0)
+    give_back_gpu()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    list(build(cuda_graphs=True).epochs())
 
 
 HOLD = """
@@ -281,28 +310,52 @@ def test_a_gpu_that_stays_full_is_an_end_of_memory_that_names_who_fills_it(
 
 
 CONTEXT = """
-import torch
+import sys, torch
 from tests.test_gpu import build
-list(build().epochs())
+training = build(cuda_graphs=sys.argv[1] == "True")
+list(training.epochs())
 torch.cuda.synchronize()
 free, total = torch.cuda.mem_get_info()
 print(total - free - torch.cuda.memory_reserved())
 """
 
 
-def test_what_cuda_takes_beside_tensors_is_no_more_than_is_reckoned_with() -> None:
+@GRAPHS
+def test_what_cuda_takes_beside_tensors_is_no_more_than_is_reckoned_with(cuda_graphs: bool) -> None:
     """By what is free on the card before and while one process has it: in a container NVML knows no ids."""
     torch.cuda.synchronize()
     before = total_bytes("cuda") - torch.cuda.mem_get_info()[0]
-    done = subprocess.run([sys.executable, "-c", CONTEXT], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", CONTEXT, str(cuda_graphs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     taken = int(done.stdout) - before
     print(f"CUDA's context takes {taken / 2**20:.0f} MiB")
-    assert 0 < taken <= GPU_CONTEXT
+    config = TrialConfig(MODEL, build("cpu")._config, Regularization("fraternal"))
+    assert 0 < taken <= GPU_CONTEXT + (graphs_bytes(config) if cuda_graphs else 0)
+
+
+def test_a_kernel_in_a_graph_takes_no_more_than_is_reckoned_with() -> None:
+    number = torch.zeros((), device="cuda")
+    record = cuda_recorder(torch.device("cuda"))
+
+    def compute() -> None:
+        for _ in range(1000):
+            number.add_(1)
+
+    replays = [record(compute)]
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(40):
+        replays.append(record(compute))
+        replays[-1]()
+    torch.cuda.synchronize()
+    taken = before - torch.cuda.mem_get_info()[0]
+    print(f"CUDA keeps {taken / 40_000:.0f} bytes of a kernel")
+    assert taken <= 40_000 * KERNEL
+    assert number.item() == 81_000
 
 
 @GRAPHS
 def test_a_worker_gives_a_trials_memory_back_before_the_next_one(tmp_path: Path, cuda_graphs: bool) -> None:
-    list(build().epochs())  # after which cuBLAS keeps its workspace
+    list(build(cuda_graphs=cuda_graphs).epochs())  # after which cuBLAS keeps its workspaces
     give_back_gpu()
     before = torch.cuda.memory_reserved()
     task = one_epoch(tmp_path)
