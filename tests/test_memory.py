@@ -17,11 +17,14 @@ import pytest
 import torch
 
 import trials.memory
+from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
+from models.pieces import EVALUATION_WINDOW
 from regularizers.config import Regularization
 from service.launcher import DRIVER_ENVIRONMENT
 from tests.service_process import write_corpus
 from tests.test_cli import run
+from trials.evaluation import evaluate
 from trials.memory import (
     HEADROOM,
     LIBRARIES,
@@ -40,7 +43,9 @@ from trials.training import Training
 MEASURE = """
 import json, re, sys
 import numpy as np, torch
+from models.awd_lstm import AWDLSTM
 from models.config import AWDLSTMConfig
+from models.pieces import EVALUATION_WINDOW
 from regularizers.config import Regularization
 from trials.checkpoints import BestCheckpoint, pack_state
 from trials.corpora import Vocabulary
@@ -206,6 +211,14 @@ def test_trials_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatc
     require_memory(config, 10_000, "cuda", gpu_share=0.5)
     with pytest.raises(NotEnoughMemory, match=r"for a share of 0\.25: .*raise resources\.gpus"):
         require_memory(config, 10_000, "cuda", gpu_share=0.25)
+
+
+def test_an_evaluation_makes_its_logits_where_the_last_ones_were() -> None:
+    """Pieces in places of their own left holes, and one process took twice the memory of another."""
+    model = AWDLSTM(AWDLSTMConfig(16, 16, 1), 20_000, torch.Generator().manual_seed(1))
+    ids = np.arange(3_000, dtype=np.int32)
+    peak, _ = allocated(lambda: evaluate(model, ids))
+    assert 4 * EVALUATION_WINDOW * 20_000 <= peak < 1.2 * 4 * EVALUATION_WINDOW * 20_000
 
 
 def test_graphs_take_memory_of_a_gpu_alone() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from models.awd_lstm import AWDLSTM, State
@@ -82,7 +81,8 @@ def _target_log_probabilities(
     count = len(tokens) - 1
     length = math.ceil(count / (columns or min(MOST_COLUMNS, max(1, count // SHORTEST_COLUMN))))
     first_C = torch.arange(0, count, length, device=tokens.device)
-    rows = max(1, MOST_LOGITS // len(model.decoder_bias))
+    rows = min(max(1, MOST_LOGITS // len(model.decoder_bias)), max(window, len(first_C)))
+    logits_RV = model.decoder_bias.new_empty(rows, len(model.decoder_bias))
 
     def run(begin: int, end: int, first_C: Tensor, state: State) -> tuple[Tensor, State]:
         """log p (T, C) of the next words, for each column from its first word on, and the last state."""
@@ -97,7 +97,7 @@ def _target_log_probabilities(
                 for some_nH, some_n in zip(
                     torch.split(hidden_NH, rows), torch.split(targets_N, rows), strict=True
                 ):
-                    log_p.append(-F.cross_entropy(model.decode(some_nH), some_n, reduction="none").double())
+                    log_p.append(_log_p(model, some_nH, some_n, logits_RV[: len(some_n)]))
         return torch.cat(log_p).view_as(at_TC) if log_p else at_TC, state
 
     begun = zero = model.zero_state(len(first_C))
@@ -125,6 +125,15 @@ def _target_log_probabilities(
             if wrong()[column]:
                 run_again(torch.arange(len(first_C), device=tokens.device) == column)
     return log_p_TC.t().flatten()[:count]
+
+
+def _log_p(model: AWDLSTM, hidden_nH: Tensor, targets_n: Tensor, logits_nV: Tensor) -> Tensor:
+    """log softmax(logits)[target], (n,) in float64. The logits are made, and used up, where there is room for
+    them: pieces as large as that, each in a place of its own, leave holes in which the next one has none."""
+    torch.addmm(model.decoder_bias, hidden_nH, model.decoder_VH.t(), out=logits_nV)
+    target_n1, largest_n1 = logits_nV.gather(1, targets_n.unsqueeze(1)), logits_nV.amax(1, keepdim=True)
+    spread_n = logits_nV.sub_(largest_n1).exp_().sum(1).log()
+    return (target_n1 - largest_n1).squeeze(1).sub_(spread_n).double()
 
 
 def _of_the_column_before(state: State, first: State) -> State:

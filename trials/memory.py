@@ -20,7 +20,7 @@ HEADROOM = 1.15
 FLOAT = 4
 """Bytes."""
 
-LIBRARIES = 128 * 2**20
+LIBRARIES = 112 * 2**20
 """Bytes that a first step loads, whatever the model, and what the allocator asks for in advance."""
 
 PER_UNIT = 24
@@ -31,9 +31,6 @@ PER_UNIT_WIDE = 16
 
 PER_UNIT_RECOMPUTED = 6
 """The same where a layer's own are made again for its gradient: its outputs, masked and not, and copies."""
-
-LOGITS_AT_ONCE = 5
-"""In evaluation: of this piece and of the last, their log-softmax, and holes of that size."""
 
 COPIES_TO_SAVE = 6
 """Of the parameters, and of their averages: cloned, serialised, packed, and what earlier copies left."""
@@ -81,7 +78,8 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int, device: str = "cpu") -
     masked_weights = 1.25 * recurrent  # as floats, and which are kept, as booleans
     rows = min(tokens, max(FEWEST_ROWS, last))
     embedding = passes * model.embedding_size
-    head = vocabulary_size * ((passes + 1) * rows + 2 * last + embedding)
+    # The decoder laid out for either product, its gradient, and that scaled.
+    head = vocabulary_size * ((passes + 1) * rows + 4 * last + embedding)
     step = passes * (activations + masked_weights) + made_again + head
     if training.cuda_graphs and device.startswith("cuda"):
         # Gradients on their way to where they stay, and of a layer's matrix those of each pass; masks as
@@ -90,9 +88,10 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int, device: str = "cpu") -
         step += 0 if model.locked else 2 * passes * tokens * (model.embedding_size + last)
         # A window of a new length is first computed beside what the graphs have.
         step = 2 * step + graphs_bytes(config) / FLOAT
-    evaluation = LOGITS_AT_ONCE * min(EVALUATION_WINDOW * vocabulary_size, MOST_LOGITS)
+    evaluation = min(EVALUATION_WINDOW * vocabulary_size, MOST_LOGITS)
     save = COPIES_TO_SAVE * (parameters + averages)
-    floats = 2 * parameters + averages + max(step, evaluation, save)
+    # A step leaves holes, but none that an evaluation's logits would be sure to find.
+    floats = 2 * parameters + averages + evaluation + max(step, save)
     return int(HEADROOM * (LIBRARIES + FLOAT * floats))
 
 
