@@ -41,6 +41,7 @@ def passes_side_by_side(
     Gradients flow through the first `with_gradient` of them. The rest as in AWDLSTM.forward.
     """
     each = [mask or nothing_dropped(len(model.lstms)) for mask in masks]
+    weight_p = max(mask.weight_p for mask in each)  # a pass that drops nothing has 0, and no use for it
     hidden_TCBI = F.embedding(tokens_TB, model.embedding).unsqueeze(1).expand(-1, len(each), -1, -1)
     words = [None if mask.embed_V is None else mask.embed_V[tokens_TB].unsqueeze(-1) for mask in each]
     hidden_TCBI = _masked(hidden_TCBI, words)
@@ -52,9 +53,7 @@ def passes_side_by_side(
             _Recurrences.apply,
             *(hidden_TCBI, weight_GI, weight_GH, sum(biases)),
             tuple(mask.kept_4HH[number] for mask in each),
-            max(
-                mask.weight_p for mask in each
-            ),  # a pass that drops nothing has none, and has no matrix either
+            weight_p,
             *(h_1BH[0], c_1BH[0], with_gradient, dtype or hidden_TCBI.dtype),
         )
         # Nothing in a layer is random: masks are given.

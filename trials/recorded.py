@@ -6,7 +6,8 @@ it makes, gradients too, is in the same place every time.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -68,7 +69,7 @@ class Recorded:
 
     def _copied_in(self, given: Any, length: int) -> Any:
         """The same, of tensors that stay where they are."""
-        places = iter(range(len(list(_tensors(given)))))
+        places = itertools.count()
 
         def copied(tensor: Tensor) -> Tensor:
             at, rows = (next(places), tensor.shape[1:]), len(tensor)
@@ -81,7 +82,7 @@ class Recorded:
     def _compute(self, losses: Losses, *fixed: Any) -> None:
         total, figures, state = losses(*fixed)
         gradients = torch.autograd.grad(total, self._parameters)
-        made = [figures, *_tensors(state)]
+        made = [figures, *itertools.chain(*state)]
         if not self._outputs:  # the recorder's first call is no recording
             self._outputs = [torch.empty_like(each) for each in made]
         for place, each in zip([*self._outputs, *self._gradients], [*made, *gradients], strict=True):
@@ -116,18 +117,8 @@ def _aside(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
 
-def _tensors(given: Any) -> Iterator[Tensor]:
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, tuple):
-        for each in given:
-            yield from _tensors(each)
-    elif isinstance(given, Masks):
-        yield from _tensors(tuple(getattr(given, field.name) for field in dataclasses.fields(given)))
-
-
 def _mapped(act: Callable[[Tensor], Tensor], given: Any) -> Any:
-    """The same of other tensors, in the order of _tensors."""
+    """The same of other tensors."""
     if isinstance(given, Tensor):
         return act(given)
     if isinstance(given, tuple):
