@@ -25,7 +25,7 @@ from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage, get_storag
 from service.database import migrate, open_engine
 from service.records import Records
 from service.studies import open_storage
-from tests.databases import PostgreSQL, database_of, on_postgresql, shared_server
+from tests.databases import PostgreSQL, connections_made, database_of, on_postgresql, shared_server
 from tests.object_store import S3Server, reached
 from tests.played_service import HELD, submit, wait_for, wait_for_an_epoch
 from tests.service_process import (
@@ -39,6 +39,9 @@ from tests.service_process import (
 DATABASES: list[Any] = ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)]
 if on_postgresql():
     DATABASES = ["postgresql"]
+HAVE_A_DATABASE = (
+    "database|played_service|running_service|ServiceProcess|open_engine|any_storage|create_app|optunas"
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -55,8 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @cache
 def _may_need_a_database(path: Path) -> bool:
-    """Whether a file of tests so much as mentions a service, or Optuna's tables."""
-    return re.search(r"service|any_storage", path.read_text()) is not None
+    """Whether a file of tests so much as mentions what has one."""
+    return re.search(HAVE_A_DATABASE, path.read_text()) is not None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,10 +82,12 @@ def everywhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None
 
 
 @pytest.fixture(scope="module", autouse=True)
-def dropped_with_their_file(everywhere: Path | None) -> Iterator[None]:
+def dropped_with_their_file(request: pytest.FixtureRequest, everywhere: Path | None) -> Iterator[None]:
     """Databases of what all tests of a file share, and who is connected: no later test is blamed for it."""
     if everywhere is None:
-        yield
+        with connections_made() as made:
+            yield
+        assert not made or _may_need_a_database(request.path), "on PostgreSQL it would be left out"
         return
     with shared_server().dropping():
         yield

@@ -102,6 +102,19 @@ def shared_server() -> "PostgreSQL":
 
 
 @contextmanager
+def connections_made() -> Iterator[list[Any]]:
+    """To any database meanwhile, by SQLAlchemy in this process."""
+    made: list[Any] = []
+
+    def note(connection: Any, _record: Any) -> None:
+        made.append(connection)
+
+    event.listen(Pool, "connect", note)
+    yield made
+    event.remove(Pool, "connect", note)
+
+
+@contextmanager
 def opened(data_dir: Path) -> Iterator[Engine]:
     """The database of a service, beside it."""
     engine = open_engine(database_of(data_dir))
@@ -219,14 +232,8 @@ class PostgreSQL:
         Tests leave engines to the garbage collector, which SQLite takes without a word.
         """
         kept = len(self._names)
-        connections: list[Any] = []
-
-        def note(connection: Any, _record: Any) -> None:
-            connections.append(connection)
-
-        event.listen(Pool, "connect", note)
-        yield
-        event.remove(Pool, "connect", note)
+        with connections_made() as connections:
+            yield
         gone = self._names[kept:]
         del self._names[kept:]
         self._of = {folder: url for folder, url in self._of.items() if make_url(url).database not in gone}

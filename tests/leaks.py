@@ -10,6 +10,7 @@ memory; of Ray's folder its logs. Prints Markdown; exits with 1 where something 
 """
 
 import argparse
+import stat
 import sys
 import tempfile
 import time
@@ -30,6 +31,8 @@ WARM_UP = 200
 """Trials after which all is loaded, cached and pooled."""
 ROLES = {
     "service.drive": "driver",
+    "ray::DashboardAgent": "agents",
+    "ray::RuntimeEnvAgent": "agents",
     "ray::": "workers",
     "raylet/raylet": "raylet",
     "gcs_server": "GCS",
@@ -45,6 +48,8 @@ class Sample:
     trials: int
     """That had ended."""
     found: Mapping[str, float]
+    scratch: frozenset[Path] = frozenset()
+    """Ray's and Tune's files."""
 
 
 def no_op_spec(corpus: Path, trials: int) -> dict[str, Any]:
@@ -64,12 +69,12 @@ def watch(service: ServiceProcess, sweep_id: str, every: int) -> Iterator[Sample
         trials = service.sweep(sweep_id)["trials"]
         done = trials["complete"]
         if due <= done < trials["budget"] - 10:
-            yield Sample(done, look(service, sweep_id))
+            yield look(service, sweep_id, done)
             due = done - done % every + every
         time.sleep(0.3)
 
 
-def look(service: ServiceProcess, sweep_id: str) -> dict[str, float]:
+def look(service: ServiceProcess, sweep_id: str, trials: int) -> Sample:
     found: defaultdict[str, float] = defaultdict(float)
     for process in [*marked_processes(MARK, sweep_id), psutil.Process(service.pid)]:
         role = "API" if process.pid == service.pid else _role(process)
@@ -79,10 +84,18 @@ def look(service: ServiceProcess, sweep_id: str) -> dict[str, float]:
             found[f"{role}, files"] += process.num_fds()
             found[f"{role}, threads"] += process.num_threads()
             found[f"{role}, CPU-s"] += sum(process.cpu_times()[:2])
-    files = list(Path(tempfile.gettempdir()).glob(f"fraternal-{sweep_id}*/**/*"))
+    files = frozenset(Path(tempfile.gettempdir()).glob(f"fraternal-{sweep_id}*/**/*"))
     found["scratch, files"] = len(files)
-    found["scratch, KiB"] = sum(path.lstat().st_size for path in files if path.is_file()) / 1024
-    return dict(found)
+    found["scratch, KiB"] = sum(map(_size, files)) / 1024
+    return Sample(trials, dict(found), files)
+
+
+def _size(path: Path) -> int:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:  # just now removed
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def _role(process: psutil.Process) -> str:
@@ -103,12 +116,15 @@ def allowed(samples: Sequence[Sample], name: str) -> float:
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """What breaks the law."""
-    return [
+    """What breaks the law; of files, their names, too."""
+    breaches = [
         f"{name}: {growth(samples, name):+.1f}, where {allowed(samples, name):.1f} are allowed"
         for name in sorted(samples[-1].found)
         if growth(samples, name) > allowed(samples, name)
     ]
+    warm = next(sample for sample in samples if sample.trials >= WARM_UP)
+    new = sorted(map(str, samples[-1].scratch - warm.scratch)) if breaches else []
+    return [*breaches, *(f"new: {path}" for path in new)]
 
 
 def table(samples: Sequence[Sample]) -> str:

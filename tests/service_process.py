@@ -339,7 +339,9 @@ def left_of(sweep_id: str) -> list[str]:
 
 
 def wait_until(is_so: Callable[[], bool], what: str, describe: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    """Looks less often as time goes by: what looks takes from what is waited for."""
+    began = time.monotonic()
     while not is_so():
-        assert time.monotonic() < deadline, f"waited {PATIENCE_S} s in vain until {what}\n{describe()}"
-        time.sleep(0.1)
+        waited = time.monotonic() - began
+        assert waited < PATIENCE_S, f"waited {PATIENCE_S} s in vain until {what}\n{describe()}"
+        time.sleep(min(0.3, 0.1 + waited / 50))

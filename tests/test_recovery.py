@@ -31,7 +31,6 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "generations", "attempts"),
     [
-        pytest.param("service.drive", 2, {1, 2}, id="driver"),
         pytest.param("ray::ResourceTrainable.train", 1, {1, 2}, id="worker"),
         pytest.param("raylet/raylet", 2, {1, 2}, id="raylet"),
     ],
@@ -102,7 +101,8 @@ def test_sweep_goes_on_and_ends_without_the_api(
 def test_restarted_api_adopts_a_driver_and_restarts_it_when_it_dies(
     service: ServiceProcess, corpus: Path, undisturbed: dict[int, str]
 ) -> None:
-    sweep_id = service.submit(small_spec(corpus))
+    in_mid_epoch = {"checkpoint_every_s": 0.01}
+    sweep_id = service.submit(small_spec(corpus, retry=in_mid_epoch))
     service.wait_for_epochs(sweep_id, 2)
     service.kill()
     service.start()
@@ -110,13 +110,18 @@ def test_restarted_api_adopts_a_driver_and_restarts_it_when_it_dies(
     kill_process(sweep_id, "service.drive")
     assert service.wait_for_end(sweep_id)["driver_generation"] == 2
     assert_exactly_the_budget(service, sweep_id)
+    assert {trial["attempt"] for trial in service.trials(sweep_id)} == {1, 2}
     assert service.checkpoints(sweep_id) == undisturbed
     assert_nothing_left(service, sweep_id)
 
 
-def test_cancel_ends_a_running_sweep_and_leaves_nothing(service: ServiceProcess, corpus: Path) -> None:
+def test_a_running_sweep_is_by_itself_and_cancel_ends_it_and_leaves_nothing(
+    service: ServiceProcess, corpus: Path
+) -> None:
     sweep_id = service.submit(small_spec(corpus, budget={"trials": 1000}))
     service.wait_for_epochs(sweep_id, 2)
+    assert_every_socket_is_on_loopback(service, sweep_id)
+    assert_no_temporary_file_would_outlive_its_folder(service, sweep_id)
     service.cancel(sweep_id)
     sweep = service.wait_for_end(sweep_id)
     assert sweep["state"] == "cancelled"
@@ -145,9 +150,7 @@ def test_sweep_in_which_every_trial_fails_is_failed(service: ServiceProcess, cor
     assert "2 trials" in sweep["state_reason"]
 
 
-def test_every_socket_of_a_running_sweep_listens_on_loopback(service: ServiceProcess, corpus: Path) -> None:
-    sweep_id = service.submit(small_spec(corpus, budget={"trials": 2}))
-    service.wait_for_epochs(sweep_id, 1)
+def assert_every_socket_is_on_loopback(service: ServiceProcess, sweep_id: str) -> None:
     listening = [
         (" ".join(process.cmdline()), connection.laddr.ip)
         for process in [*marked_processes(MARK, sweep_id), psutil.Process(service.pid)]
@@ -157,15 +160,10 @@ def test_every_socket_of_a_running_sweep_listens_on_loopback(service: ServicePro
     for words in ("service.cli serve", "service.drive", "raylet/raylet", "gcs_server", "ray::"):
         assert any(words in command for command, _ in listening), f"{words} listens"
     assert [(command, ip) for command, ip in listening if not _is_loopback(ip)] == []
-    service.wait_for_end(sweep_id)
 
 
-def test_a_running_sweep_has_no_temporary_file_that_would_outlive_its_folder(
-    service: ServiceProcess, corpus: Path
-) -> None:
+def assert_no_temporary_file_would_outlive_its_folder(service: ServiceProcess, sweep_id: str) -> None:
     """No named shared memory, no session of Ray's in /tmp/ray: what is not made need not be removed."""
-    sweep_id = service.submit(small_spec(corpus, budget={"trials": 2}))
-    service.wait_for_epochs(sweep_id, 1)
     folders = (tempfile.gettempdir(), "/dev/shm")
     own = (f"{tempfile.gettempdir()}/fraternal-{sweep_id}", str(service.data_dir))
     program = (sys.prefix, str(Path.cwd()))
@@ -173,8 +171,6 @@ def test_a_running_sweep_has_no_temporary_file_that_would_outlive_its_folder(
     temporary = {file for file in files if file.startswith(folders) and not file.endswith(" (deleted)")}
     assert [file for file in temporary if file.startswith(own)]
     assert [file for file in temporary if not file.startswith((*own, *program))] == []
-    service.wait_for_end(sweep_id)
-    assert_nothing_left(service, sweep_id)
 
 
 def _is_loopback(ip: str) -> bool:
