@@ -43,6 +43,7 @@ bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, tria
 	$(BIN)/python -m benchmarks.step --configurations small,ptb
 	$(BIN)/python -m benchmarks.step --configurations medium,wt2 --regularizers fraternal
 	$(BIN)/python -m benchmarks.step --configurations ptb,wt2 --regularizers fraternal --precisions bf16
+	$(BIN)/python -m benchmarks.step --configurations small,ptb,wt2 --validation
 	$(BIN)/python -m benchmarks.packing
 	$(BIN)/python -m benchmarks.overhead
 

@@ -83,7 +83,7 @@ class PlainStep:
         inputs_TB: Tensor,
         targets_TB: Tensor,
         state: State,
-        first: PlainMasks,
+        first: PlainMasks | None,
         second: PlainMasks | None,
     ) -> tuple[Tensor, State]:
         """The whole objective, and the first pass's final state."""

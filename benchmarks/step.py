@@ -1,7 +1,8 @@
-"""Training steps, ours beside the textbook way: time, memory, and the matrix products alone.
+"""Training steps and validation, ours beside the textbook way: time, memory, and the matrix products alone.
 
     make bench
     .venv/bin/python -m benchmarks.step --configurations ptb --regularizers fraternal --threads 1,2 --rounds 5
+    .venv/bin/python -m benchmarks.step --configurations ptb,wt2 --validation
 
 Each way has a process of its own, which stays; they take a few steps in turn, in an order that changes with
 the round, and medians are shown, with the range of the ratio. CPU-seconds of steps alone, no validation, on
@@ -10,7 +11,11 @@ float32. `shipped` is glibc's allocator as it is;
 everything else runs with that of a sweep's workers. The floor is the matrix products of the same shapes and
 nothing else. fastai, for the plain model, where it is installed (benchmarks/fastai-requirements.txt).
 
-The peak memory of a step, beyond what was resident before it, is that of a process of its own. In Markdown.
+Validation is of 16,800 tokens: ours exactly as in one column, the textbook's in ten columns, of which all but
+the first begin in the dark, in windows of 70 steps with whole logits.
+
+The peak memory of a step, or of a validation, beyond what was resident before it, is that of a process of its
+own. In Markdown.
 """
 
 import argparse
@@ -38,10 +43,15 @@ from models.config import AWDLSTMConfig, Precision
 from models.precision import UnsupportedPrecision, require_precision
 from regularizers.config import Regularization
 from service.launcher import DRIVER_ENVIRONMENT
+from trials.evaluation import evaluate
 from trials.spec import TrainingConfig
 from trials.training import Training, _UnderWay
 
 BPTT = 70
+VALIDATED = 16_800
+"""Tokens; a multiple of each configuration's in a step."""
+COLUMNS = 10
+"""Of the textbook's validation, as in the released code."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,8 @@ def work(way: Way) -> None:
     """Answer each line on stdin by CPU-seconds or seconds a token, or by bytes of a step's peak."""
     torch.set_num_threads(way.threads)
     configuration = CONFIGURATIONS[way.configuration]
+    if way.name.endswith("validation"):
+        configuration = replace(configuration, steps=VALIDATED // (BPTT * configuration.batch_size))
     take = BUILDERS[way.name](way, configuration)
     for line in sys.stdin:
         if line.strip() == "memory":
@@ -141,8 +153,7 @@ def _ours(way: Way, configuration: Configuration) -> Callable[[int], Any]:
 
 
 def _textbook(way: Way, configuration: Configuration) -> Callable[[int], Any]:
-    generator = torch.Generator().manual_seed(1)
-    model = AWDLSTM(configuration.model, configuration.vocabulary_size, generator)
+    generator, model = torch.Generator().manual_seed(1), _model(configuration)
     step = PlainStep(model, _regularization(way), 30.0, 0.25, 1.2e-6).step
     windows = _windows(configuration)
 
@@ -203,11 +214,39 @@ def _floor(way: Way, configuration: Configuration) -> Callable[[int], Any]:
     return take
 
 
+def _validation(way: Way, configuration: Configuration) -> Callable[[int], Any]:
+    model, text = _model(configuration), _columns(configuration).flatten()[: VALIDATED + 1]
+    return lambda _steps: evaluate(model, text)
+
+
+def _textbook_validation(way: Way, configuration: Configuration) -> Callable[[int], Any]:
+    step = PlainStep(_model(configuration), _regularization(way), 30.0, 0.25, 1.2e-6)
+    text = _columns(configuration).flatten()[:VALIDATED].astype(np.int64)
+    columns_TB = torch.from_numpy(text).view(COLUMNS, -1).t().contiguous()
+    windows = list(zip(columns_TB[:-1].split(BPTT), columns_TB[1:].split(BPTT), strict=True))
+
+    @torch.no_grad()
+    def take(_steps: int) -> None:
+        state, total = step.model.zero_state(COLUMNS), 0.0
+        for inputs_TB, targets_TB in windows:
+            loss, state = step.loss(inputs_TB, targets_TB, state, None, None)
+            total += loss.item() * targets_TB.numel()
+
+    return take
+
+
+def _model(configuration: Configuration) -> AWDLSTM:
+    generator = torch.Generator().manual_seed(1)
+    return AWDLSTM(configuration.model, configuration.vocabulary_size, generator)
+
+
 BUILDERS: dict[str, Callable[[Way, Configuration], Callable[[int], Any]]] = {
     "ours": _ours,
     "textbook": _textbook,
     "fastai": _fastai,
     "floor": _floor,
+    "validation": _validation,
+    "textbook validation": _textbook_validation,
 }
 
 
@@ -314,6 +353,20 @@ def row(ours: Way, rounds: int) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def validation_row(configuration: str, threads: int, rounds: int) -> str:
+    ours = Way("validation", configuration, "none", threads=threads)
+    ways = [ours, replace(ours, name="textbook validation")]
+    times, peaks = times_of(ways, rounds), [peak_of(way, min(rounds, 3)) for way in ways]
+    cells = [
+        configuration,
+        str(threads),
+        *(f"{1 / median(times[way]):,.0f}" for way in ways),
+        _ratio(times[ways[1]], times[ours]),
+        " / ".join(f"{peak:,.0f}" for peak in peaks),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
 def _ratio(one: list[float], other: list[float]) -> str:
     each = [a / b for a, b in zip(one, other, strict=True)]
     return f"{median(each):.2f} ({min(each):.2f}–{max(each):.2f})"
@@ -323,6 +376,12 @@ HEAD = (
     *("configuration", "regularizer", "precision", "threads"),
     *("ours, tokens/CPU-s", "textbook, tuned", "shipped", "against tuned", "against shipped"),
     *("against fastai", "over the floor", "MiB: ours / recomputing / textbook", "of the textbook's"),
+)
+
+
+VALIDATION_HEAD = (
+    *("configuration", "threads", "ours, tokens/CPU-s", "textbook", "against the textbook"),
+    "MiB: ours / textbook",
 )
 
 
@@ -355,12 +414,20 @@ def main() -> None:
     parser.add_argument("--precisions", type=names, default=["float32"])
     parser.add_argument("--threads", type=names, default=["1"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--validation", action="store_true", help="of validation, not of steps")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         work(Way(**json.loads(given.worker)))
         return
     require_known(given.configurations, CONFIGURATIONS)
+    if given.validation:
+        print(f"torch {torch.__version__}, {processor()}, medians of {given.rounds} alternating runs.\n")
+        print(f"| {' | '.join(VALIDATION_HEAD)} |\n|{'---|' * len(VALIDATION_HEAD)}", flush=True)
+        for configuration in given.configurations:
+            for threads in given.threads:
+                print(validation_row(configuration, int(threads), given.rounds), flush=True)
+        return
     require_known(given.precisions, get_args(Precision))
     for precision in given.precisions:
         try:

@@ -5,12 +5,15 @@ import os
 # Before torch is loaded: OpenMP threads that meet on a core, a test's and a driver's, cost up to ten times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import fcntl
 import importlib
+import json
 import re
 import subprocess
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,8 @@ DATABASES: list[Any] = ["sqlite", pytest.param("postgresql", marks=pytest.mark.s
 if on_postgresql():
     DATABASES = ["postgresql"]
 HAVE_A_DATABASE = (
-    "database|played_service|running_service|ServiceProcess|open_engine|any_storage|create_app|optunas"
+    "database|played_service|running_service|ServiceProcess|open_engine|any_storage|create_app|optunas|"
+    "benchmarks.simulated"
 )
 
 
@@ -245,9 +249,24 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 # A real service, for the tests that kill things.
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+@pytest.fixture(scope="session")
+def of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all processes that share these tests."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def corpus(of_all: Path) -> Path:
+    with _one_at_a_time(of_all):
+        return of_all / "corpus" if (of_all / "corpus").exists() else write_corpus(of_all / "corpus")
 
 
 @pytest.fixture(scope="module")
@@ -256,11 +275,21 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
         yield running
 
 
-@pytest.fixture(scope="module")
-def undisturbed(service: ServiceProcess, corpus: Path) -> dict[int, str]:
-    """The checkpoints of a sweep that nothing happened to, by trial number."""
-    sweep_id = service.submit(small_spec(corpus))
-    assert service.wait_for_end(sweep_id)["state"] == "succeeded"
-    assert_exactly_the_budget(service, sweep_id)
-    assert {trial["attempt"] for trial in service.trials(sweep_id)} == {1}
-    return service.checkpoints(sweep_id)
+@pytest.fixture(scope="session")
+def undisturbed(of_all: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The checkpoints of a sweep that nothing happened to, by trial number; trained once for all of them."""
+    file = of_all / "undisturbed.json"
+    with _one_at_a_time(of_all):
+        if not file.exists():
+            found = _train_undisturbed(corpus, tmp_path_factory.mktemp("undisturbed"))
+            file.write_text(json.dumps(found))
+    return {int(number): sha256 for number, sha256 in json.loads(file.read_text()).items()}
+
+
+def _train_undisturbed(corpus: Path, data_dir: Path) -> dict[int, str]:
+    with running_service(data_dir) as service:
+        sweep_id = service.submit(small_spec(corpus))
+        assert service.wait_for_end(sweep_id)["state"] == "succeeded"
+        assert_exactly_the_budget(service, sweep_id)
+        assert {trial["attempt"] for trial in service.trials(sweep_id)} == {1}
+        return service.checkpoints(sweep_id)

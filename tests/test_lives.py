@@ -161,8 +161,8 @@ def test_trials_that_fail_alike_pause_the_sweep_with_their_traceback(
     service: ServiceProcess, tmp_path: Path
 ) -> None:
     """The text goes away while the sweep runs; it is put back, and the failed ones are tried again."""
-    corpus = write_corpus(tmp_path / "corpus")
-    sweep_id = service.submit(small_spec(corpus, budget={"trials": 8}))
+    corpus = write_corpus(tmp_path / "corpus", tokens=2_000)
+    sweep_id = service.submit(small_spec(corpus, budget={"trials": 20}))
     service.wait_for_epochs(sweep_id, 1)
     (corpus / "train.txt").rename(corpus / "away.txt")
     paused = service.wait_for_state(sweep_id, "paused")

@@ -186,9 +186,8 @@ def _connections(process: psutil.Process) -> list[Any]:
         return []
 
 
-def test_api_process_stays_small_and_never_loads_torch_or_ray(
-    service: ServiceProcess, undisturbed: dict[int, str]
-) -> None:
+def test_api_process_stays_small_and_never_loads_torch_or_ray(service: ServiceProcess) -> None:
+    """After all the sweeps of these tests."""
     for path in ("/v1/sweeps", "/dashboard", "/api/studies", "/api/studies/1?after=0", "/openapi.json"):
         service._http.get(path)
     api = psutil.Process(service.pid)
