@@ -196,3 +196,18 @@ def test_once_no_task_is_left_the_database_is_not_asked_for_one(ledger: StudyLed
     assert all(handed_out)
     journal.fenced = True  # from now on a beat is an error
     assert search.suggest("one more") is None
+
+
+def test_a_trial_whose_worker_is_being_started_gets_no_other(ledger: StudyLedger) -> None:
+    """Tune would throw away the one that it waits for: short trials would have them started for ever."""
+    running, started_for, waiting = (
+        SimpleNamespace(trial_id=name, status=status)
+        for name, status in (("a", "RUNNING"), ("b", "PENDING"), ("c", "PENDING"))
+    )
+    controller = SimpleNamespace(
+        _trials=[running, started_for, waiting], _pending_trials=["b", "c"], _trial_to_actor=[started_for]
+    )
+    scheduler = LedgerScheduler(ledger, StudySearch(ledger, {}))
+    assert scheduler.choose_trial_to_run(cast(Any, controller)) is waiting
+    controller._trials.remove(waiting)
+    assert scheduler.choose_trial_to_run(cast(Any, controller)) is None

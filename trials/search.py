@@ -171,16 +171,20 @@ class LedgerScheduler(FIFOScheduler):
         self._asked_at = time.monotonic()
 
     def choose_trial_to_run(self, tune_controller: TuneController) -> Trial | None:
-        """Also let go of workers for which there is no trial: their places are others'. And ask anew for
-        those that have not been placed."""
+        """The first that waits for a worker and has none that is being started.
+
+        Tune would give that one the worker of a trial that has just ended, and throw away the one being
+        started: where trials are short, again and again. Also let go of workers for which there is no trial:
+        their places are others'. And ask anew for those that have not been placed.
+        """
         controller: TuneController = getattr(tune_controller, "_tune_controller", tune_controller)
         if not controller._pending_trials and (self._ledger.is_full or self._ledger.exhausted):
             controller._cleanup_cached_actors(force_all=True)
         if time.monotonic() - self._asked_at > ASK_ANEW_S:
             self._asked_at = time.monotonic()
             _ask_anew_for_places(controller)
-        chosen: Trial | None = super().choose_trial_to_run(tune_controller)
-        return chosen
+        pending = (trial for trial in controller._trials if trial.status == Trial.PENDING)
+        return next((trial for trial in pending if trial not in controller._trial_to_actor), None)
 
     def on_trial_result(self, tune_controller: TuneController, trial: Trial, result: dict[str, Any]) -> str:
         report: Report = result["report"]
