@@ -6,7 +6,7 @@
 All ways have the same work, random text in windows of 70 steps, and take a few steps in turn, in an order
 that changes with the round; wall-clock medians, with the range of the ratio. Where ours is in bf16 the
 textbook way, which has none, is in TF32. "Of the roofline" is the operations of a step's products, by how
-many the card did a second in one large product of that precision, measured at the beginning.
+many the card did a second in one large product of the way's precision, measured at the beginning.
 
 Memory is what torch's allocator has reserved at most while a way takes its first steps, beyond what was there
 before, with nothing else on the card. An epoch is of the Penn Treebank's size, 929,589 words and a validation
@@ -20,6 +20,7 @@ most of it.
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -111,7 +112,7 @@ def textbook(case: Case) -> Take:
 
     def take() -> None:
         state = model.zero_state(case.of.batch_size)
-        with tf32_products(case.precision != "float32"):
+        with tf32_products(precision_of(case, "textbook") == "tf32"):
             for at in range(0, STEPS * BPTT, BPTT):
                 inputs_TB, targets_TB = columns_TB[at : at + BPTT], columns_TB[at + 1 : at + BPTT + 1]
                 state = step(inputs_TB, targets_TB, state, drawing)
@@ -156,7 +157,11 @@ def products_per_s(precision: Precision, size: int = 8192) -> float:
     return 2 * size**3 / median(taken[2:])
 
 
-def row(case: Case, rounds: int, roof: float) -> dict[str, Any]:
+def precision_of(case: Case, way: str) -> Precision:
+    return "tf32" if way == "textbook" and case.precision == "bf16" else case.precision
+
+
+def row(case: Case, rounds: int, roofs: dict[Precision, float]) -> dict[str, Any]:
     peaks = {way: peak_mib(case, way) for way in WAYS}
     emptied()
     takes = {way: built(case, way) for way in WAYS}
@@ -175,7 +180,9 @@ def row(case: Case, rounds: int, roof: float) -> dict[str, Any]:
         "ms": {way: 1000 * median(found[way]) / STEPS for way in WAYS},
         "words_per_s": {way: case.words / median(found[way]) for way in WAYS},
         "times": {way: [a / b for a, b in zip(found["textbook"], found[way], strict=True)] for way in WAYS},
-        "of_the_roofline": {way: of_a_step * STEPS / median(found[way]) / roof for way in WAYS},
+        "of_the_roofline": {
+            way: of_a_step * STEPS / median(found[way]) / roofs[precision_of(case, way)] for way in WAYS
+        },
         "mib": peaks,
     }
 
@@ -273,21 +280,24 @@ def main() -> None:
     require_known(given.precisions, get_args(Precision))
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here: `fraternal gpus` says why")
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"cuDNN {torch.backends.cudnn.version()}, driver {driver_version()}, medians of {given.rounds}."
-    )
-    roofs = {precision: products_per_s(precision) for precision in given.precisions}
-    print("; ".join(f"{precision}: {roof / 1e12:,.0f} TFLOP/s" for precision, roof in roofs.items()), "\n")
     cases = [
         Case(configuration, regularizer, cast("Precision", precision))
         for configuration in given.configurations
         for regularizer in given.regularizers
         for precision in given.precisions
     ]
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"cuDNN {torch.backends.cudnn.version()}, driver {driver_version()}, "
+        f"CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']}, medians of {given.rounds}."
+    )
+    needed = {precision_of(case, way) for case in cases for way in WAYS}
+    roofs = {precision: products_per_s(precision) for precision in sorted(needed)}
+    print("; ".join(f"{precision}: {roof / 1e12:,.0f} TFLOP/s" for precision, roof in roofs.items()), "\n")
+    textbook(cases[0])()  # what cuBLAS keeps from the first step on is nobody's
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     for case in cases:
-        print(written(row(case, given.rounds, roofs[case.precision])), flush=True)
+        print(written(row(case, given.rounds, roofs)), flush=True)
     columns = "first epoch, s | tokens/s | second epoch, s | tokens/s | validation, s | MiB | beside"
     print(f"\n| configuration | regularizer | precision | way | {columns} |\n|{'---|' * 11}", flush=True)
     of_epochs = [case for case in cases if case.configuration == "ptb" and case.regularizer == "fraternal"]

@@ -385,6 +385,11 @@ VALIDATION_HEAD = (
 )
 
 
+def print_heading(rounds: int, note: str, columns: tuple[str, ...]) -> None:
+    print(f"torch {torch.__version__}, {processor()}, medians of {rounds} alternating runs.\n{note}")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+
+
 def names(written: str) -> list[str]:
     return written.split(",")
 
@@ -422,8 +427,7 @@ def main() -> None:
         return
     require_known(given.configurations, CONFIGURATIONS)
     if given.validation:
-        print(f"torch {torch.__version__}, {processor()}, medians of {given.rounds} alternating runs.\n")
-        print(f"| {' | '.join(VALIDATION_HEAD)} |\n|{'---|' * len(VALIDATION_HEAD)}", flush=True)
+        print_heading(given.rounds, "", VALIDATION_HEAD)
         for configuration in given.configurations:
             for threads in given.threads:
                 print(validation_row(configuration, int(threads), given.rounds), flush=True)
@@ -438,9 +442,8 @@ def main() -> None:
     differences = [
         largest_difference(Regularization(name, eld_stop_gradient=stop)) for name, stop in regularizers
     ]
-    print(f"torch {torch.__version__}, {processor()}, medians of {given.rounds} alternating runs.")
-    print(f"In float64 and on a small model the two ways differ by {max(differences):.0e} at most.\n")
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
+    differ = f"In float64 and on a small model the two ways differ by {max(differences):.0e} at most.\n"
+    print_heading(given.rounds, differ, HEAD)
     for configuration in given.configurations:
         for regularizer, stop in regularizers:
             for precision in given.precisions:

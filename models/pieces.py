@@ -3,7 +3,7 @@
 NARROWEST = 1000
 """Width of a layer from which our recurrence is the faster of the two on a CPU."""
 
-FEWEST_ROWS = 128
+FEWEST_ROWS = 256
 """Of logits, taken at once in a step: enough for an efficient matrix product, few enough for a cache."""
 
 EVALUATION_WINDOW = 256

@@ -110,8 +110,10 @@ def connections_made() -> Iterator[list[Any]]:
         made.append(connection)
 
     event.listen(Pool, "connect", note)
-    yield made
-    event.remove(Pool, "connect", note)
+    try:
+        yield made
+    finally:
+        event.remove(Pool, "connect", note)
 
 
 @contextmanager

@@ -47,7 +47,8 @@ def reference_pass(
     for layer in range(config.layers):
         kept = masks.kept_4HH[layer]
         matrix = drop(
-            weights[f"lstms.{layer}.weight_hh_l0"], None if kept is None else kept / (1 - masks.weight_p)
+            weights[f"lstms.{layer}.weight_hh_l0"],
+            None if kept is None else kept.double() / (1 - masks.weight_p),
         )
         h, c = state[layer][0][0], state[layer][1][0]
         outputs = []

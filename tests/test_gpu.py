@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 
 import trials.attempt
-from models.config import Precision
+import trials.recorded
+from models.config import AWDLSTMConfig, Precision
 from models.precision import tf32_products
 from models.side_by_side import _cell, _cell_backward
 from regularizers.config import Regularization
@@ -33,9 +35,17 @@ from trials.attempt import ALIVE, is_out_of_memory, run_attempt
 from trials.corpora import PathCorpus
 from trials.evaluation import evaluate, evaluate_mc
 from trials.gpus import driver_version, visible_gpus
-from trials.memory import GPU_CONTEXT, KERNEL, give_back_gpu, graphs_bytes, keep_to_share, total_bytes
+from trials.memory import (
+    GPU_CONTEXT,
+    KERNEL,
+    give_back_gpu,
+    graphs_bytes,
+    keep_to_share,
+    peak_bytes,
+    total_bytes,
+)
 from trials.recorded import cuda_recorder
-from trials.spec import TrialConfig
+from trials.spec import TrainingConfig, TrialConfig
 from trials.store import CheckpointStore
 from trials.tasks import Task
 from trials.training import Training
@@ -145,6 +155,49 @@ def test_graphs_train_as_single_steps_do_but_for_rounding(batch_size: int) -> No
     for expected, found in zip(plain.epochs(), graphs.epochs(), strict=True):
         assert found.optimised == pytest.approx(expected.optimised, rel=1e-9)
         assert found.valid_loss == pytest.approx(expected.valid_loss, rel=1e-9)
+
+
+def test_lengths_without_a_graph_train_bit_for_bit_as_those_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = untimed(tuple(build(cuda_graphs=True).epochs()))
+    monkeypatch.setattr(trials.recorded, "MOST_GRAPHS", 2)
+    assert untimed(tuple(build(cuda_graphs=True).epochs())) == expected
+
+
+def test_graphs_go_on_when_those_of_another_training_are_gone() -> None:
+    """And what these worked with has become somebody else's."""
+    expected = untimed(tuple(build(cuda_graphs=True).epochs()))
+    going_on, other = build(cuda_graphs=True), build(cuda_graphs=True)
+    first = next(going_on.epochs())
+    next(other.epochs())
+    del other
+    give_back_gpu()
+    taken = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(64)]
+    assert untimed((first, *going_on.epochs())) == expected
+    assert all(each.isnan().all() for each in taken)
+
+
+@GRAPHS
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_step_of_the_full_size_takes_no_more_memory_than_is_reckoned_with(
+    precision: Precision, recompute: bool, cuda_graphs: bool
+) -> None:
+    model, words = AWDLSTMConfig(), 10_000
+    config = TrainingConfig(
+        windows="fixed", averaging="none", precision=precision, recompute=recompute, cuda_graphs=cuda_graphs
+    )
+    give_back_gpu()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    train = np.arange(config.batch_size * (2 * config.bptt + 1), dtype=np.int32) % words
+    regularization = Regularization("fraternal")
+    training = Training(model, config, regularization, words, train, train[:100], 1, "cuda")
+    for _ in training.run(pause_every_s=0):
+        break
+    taken = torch.cuda.max_memory_reserved() - before
+    reckoned = peak_bytes(TrialConfig(model, config, regularization), words, "cuda")
+    print(f"{taken / 2**20:,.0f} MiB, reckoned with are {reckoned / 2**20:,.0f}")
+    assert taken <= reckoned
 
 
 def test_a_cell_in_one_kernel_is_that_in_many() -> None:
@@ -357,13 +410,13 @@ def test_a_kernel_in_a_graph_takes_no_more_than_is_reckoned_with() -> None:
 def test_a_worker_gives_a_trials_memory_back_before_the_next_one(tmp_path: Path, cuda_graphs: bool) -> None:
     list(build(cuda_graphs=cuda_graphs).epochs())  # after which cuBLAS keeps its workspaces
     give_back_gpu()
-    before = torch.cuda.memory_reserved()
+    before, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     task = one_epoch(tmp_path)
     training = replace(task.config.training, cuda_graphs=cuda_graphs)
     task = replace(task, config=replace(task.config, training=training))
     running = run_attempt(task, CheckpointStore((tmp_path / "store").as_uri()), tmp_path)
     next(running), next(running)
-    assert torch.cuda.memory_reserved() > before
+    assert torch.cuda.memory_allocated() > allocated
     running.close()
     give_back_gpu()
     assert torch.cuda.memory_reserved() <= before

@@ -1,7 +1,7 @@
 """What training does to the weights is what the reference says, to 1e-10 of each parameter's largest value.
 
-Two windows of 5 and of 2 steps, the state carried between them; B=3, V=11, E=7, H=6 or, where the widths are
-equal, 7.
+Two windows of 5 and mostly of 2 steps, the state carried between them; B=3, V=11, E=7, H=6 or, where the
+widths are equal, 7.
 """
 
 import itertools
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import models.lstm
+import regularizers.head
 from models.awd_lstm import AWDLSTM, Pass, State
 from models.config import AWDLSTMConfig
 from models.masks import Masks
@@ -26,7 +27,7 @@ from trials.spec import TrainingConfig
 from trials.training import Training
 
 B, V, E, H = 3, 11, 7, 6
-WINDOWS = ((0, 5), (5, 7))
+STEPS = 7
 KAPPA = 0.3
 TRAINING = TrainingConfig(
     epochs=1, batch_size=B, bptt=5, windows="fixed", lr=0.5, clip=1e9, weight_decay=0, averaging="none"
@@ -38,11 +39,15 @@ REGULARIZATIONS = {name: Regularization(name, kappa=KAPPA) for name in sorted(RE
 }
 SHAPES = {
     f"{'tied' if tied else 'untied'}-{layers}-{'locked' if locked else 'unlocked'}-E={E}-H={width}": (
-        AWDLSTMConfig(E, width, layers, tied, locked, 0.2, 0.3, 0.25, 0.4, 0.5)
+        AWDLSTMConfig(E, width, layers, tied, locked, 0.2, 0.3, 0.25, 0.4, 0.35)
     )
     for tied, layers, locked, width in itertools.product((True, False), (1, 2, 3), (True, False), (H, E))
     if not (tied and layers == 1 and width != E)  # whose only layer is E wide whatever H is
 }
+SHAPES["nothing dropped"] = AWDLSTMConfig(E, H, 2, True, True, 0, 0, 0, 0, 0)
+A_FEW_SHAPES = pytest.mark.parametrize(
+    "shape", [f"tied-1-locked-E={E}-H={E}", f"untied-3-unlocked-E={E}-H={H}"]
+)
 EVERY = pytest.mark.parametrize("name", list(REGULARIZATIONS))
 EVERY_SHAPE = pytest.mark.parametrize("shape", list(SHAPES))
 AR_AND_TAR = pytest.mark.parametrize(("alpha", "beta"), [(0, 0), (2, 1)], ids=["plain", "AR-TAR"])
@@ -53,9 +58,11 @@ def build(
     regularization: Regularization,
     training: TrainingConfig = TRAINING,
     device: str = "cpu",
+    steps: int = STEPS,
 ) -> tuple[Training, list[Masks], Tensor]:
     """In float64: a training of one epoch, the masks that it will have drawn, and its text (T, B)."""
-    columns_TB = torch.randint(V, (WINDOWS[-1][1] + 1, B), generator=torch.Generator().manual_seed(2))
+    size = steps + 1, training.batch_size
+    columns_TB = torch.randint(V, size, generator=torch.Generator().manual_seed(2))
     ids = columns_TB.t().flatten().numpy().astype(np.int32)
     trained = Training(model, training, regularization, V, ids, ids[:2], 1, device)
     trained.model.double()
@@ -92,7 +99,24 @@ def test_a_step_and_its_loss_equal_the_reference(name: str, shape: str, alpha: f
 
 
 @EVERY
-@pytest.mark.parametrize("shape", [f"tied-1-locked-E={E}-H={E}", f"untied-3-unlocked-E={E}-H={H}"])
+@A_FEW_SHAPES
+def test_one_column_and_a_window_of_one_time_step_do_too(name: str, shape: str) -> None:
+    assert_equal_to_the_reference(name, shape, 2, 1, "cpu", replace(TRAINING, batch_size=1), steps=6)
+
+
+@EVERY
+@A_FEW_SHAPES
+def test_a_penalty_made_from_logits_whatever_the_width_does_too(
+    name: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of Fraternal Dropout is for all but narrow models; and with logits in several pieces."""
+    monkeypatch.setattr(regularizers.head, "WIDEST_GRAM", 0)
+    monkeypatch.setattr(regularizers.head, "FEWEST_ROWS", 4)
+    assert_equal_to_the_reference(name, shape, 2, 1, "cpu")
+
+
+@EVERY
+@A_FEW_SHAPES
 @pytest.mark.parametrize("recompute", [False, True])
 def test_our_recurrence_and_recomputing_do_too(
     name: str, shape: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
@@ -113,7 +137,7 @@ def test_passes_side_by_side_at_fixed_addresses_do_too(name: str, shape: str, re
 
 @pytest.mark.gpu
 @EVERY
-@pytest.mark.parametrize("shape", [f"tied-1-locked-E={E}-H={E}", f"untied-3-unlocked-E={E}-H={H}"])
+@A_FEW_SHAPES
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_on_a_gpu_too(name: str, shape: str, cuda_graphs: bool) -> None:
     training = replace(TRAINING, cuda_graphs=cuda_graphs)
@@ -128,19 +152,20 @@ def assert_equal_to_the_reference(
     device: str,
     training_config: TrainingConfig = TRAINING,
     recorded: bool = False,
+    steps: int = STEPS,
 ) -> None:
     config, regularization = SHAPES[shape], replace(REGULARIZATIONS[name], alpha=alpha, beta=beta)
-    training, drawn, columns_TB = build(config, regularization, training_config, device)
+    training, drawn, columns_TB = build(config, regularization, training_config, device, steps)
     if recorded:
         parameters = list(training.model.parameters())
         training._recorded = Recorded(parameters, training_config.longest_window, lambda compute: compute)
     model = model_of(shape).to(device)
     weights = initial = copied(training.model)
-    state = model.zero_state(B)
+    state = model.zero_state(training_config.batch_size)
     (epoch,) = training.epochs()
     masks = iter(drawn)
     losses = []
-    for start, end in WINDOWS:
+    for start, end in ((0, TRAINING.bptt), (TRAINING.bptt, steps)):
         tokens_TB, targets_TB = columns_TB[start:end], columns_TB[start + 1 : end + 1]
         first = next(masks)
         second = next(masks) if regularization.declaration.second_pass == "new_masks" else first

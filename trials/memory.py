@@ -71,7 +71,8 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int, device: str = "cpu") -
     averages = 0 if training.averaging == "none" else parameters
     passes = 1 if config.regularization.declaration.second_pass == "none" else 2
     tokens = training.batch_size * training.longest_window
-    layers = [out * (PER_UNIT_WIDE if out >= NARROWEST else PER_UNIT) for _, out in sizes]
+    on_gpu = device.startswith("cuda")
+    layers = [out * (PER_UNIT_WIDE if out >= NARROWEST and not on_gpu else PER_UNIT) for _, out in sizes]
     kept = PER_UNIT_RECOMPUTED * units if training.recompute else sum(layers)
     activations = tokens * (kept + 4 * model.embedding_size)
     made_again = tokens * max(layers) if training.recompute else 0
@@ -81,7 +82,10 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int, device: str = "cpu") -
     # The decoder laid out for either product, its gradient, and that scaled.
     head = vocabulary_size * ((passes + 1) * rows + 4 * last + embedding)
     step = passes * (activations + masked_weights) + made_again + head
-    if training.cuda_graphs and device.startswith("cuda"):
+    if on_gpu and not training.cuda_graphs:
+        # cuDNN has a layer's weights in one piece, for each pass, and their gradients in another.
+        step += 2 * passes * sum(4 * out * (inputs + out) for inputs, out in sizes)
+    if on_gpu and training.cuda_graphs:
         # Gradients on their way to where they stay, and of a layer's matrix those of each pass; masks as
         # they are drawn and where they stay.
         step += parameters + (passes + 3) * max(4 * out * out for _, out in sizes)

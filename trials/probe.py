@@ -50,6 +50,9 @@ AT_MOST_S = 20.0
 """Of measuring: no point is begun after it."""
 TURN_S = 0.4
 """Of a point, at least one step."""
+AT_ONCE_S = {"cpu": 0.0, "cuda": 0.05}
+"""Of steps between two looks at the clock. Each waits for the device; a GPU is else asked for the next step
+while it computes."""
 LONGEST_START_S = 90.0
 """For all processes to have loaded what they need."""
 ORPHAN_S = 0.25
@@ -59,6 +62,7 @@ MOST_EVALUATED = 4096
 NICENESS = "RAY_worker_niceness"
 """The environment's variable that tells Ray, too, how much a worker gives way to others."""
 MOST_TOKENS = 2**22
+MOST_WINDOWS = 1000
 """Of the text that steps are measured on."""
 
 
@@ -266,20 +270,22 @@ class _Point:
     def take(self, store: CheckpointStore) -> None:
         """A turn: a step to warm up, then as many as there is time for; the first time, all else, too."""
         training = self._training()
-        steps = training.run(0)  # a pause after every step, but for the last of its text
-        next(steps)
-        took: list[float] = []
-        while not took or (sum(took) < TURN_S and len(took) < self._windows - 3):
-            took.append(_seconds(lambda: next(steps)))
+        pauses = training.run(AT_ONCE_S[self._device])  # none after the last step of its text
+        next(pauses)
+        began, at_once, took_s = training.steps, 1, 0.0
+        while not took_s or (took_s < TURN_S and training.steps + 2 * at_once < self._windows - 1):
+            before = training.steps
+            took_s += _seconds(lambda: next(pauses))
+            at_once = training.steps - before
         if (model := self.config.model) not in self._rests:
             self._rests[model] = self._measured_rest(training, store)
         self.measured.rest = self._rests[model]
-        self.measured.step_s.append(fmean(took))
+        self.measured.step_s.append(took_s / (training.steps - began))
 
     @property
     def _windows(self) -> int:
         tokens = self.config.training.batch_size * self.config.training.bptt
-        return max(5, min(400, MOST_TOKENS // tokens))
+        return max(5, min(MOST_WINDOWS, MOST_TOKENS // tokens))
 
     def _training(self) -> Any:
         from trials.training import Training

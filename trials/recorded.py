@@ -8,7 +8,7 @@ it makes, gradients too, is in the same place every time.
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Recorded:
         self._gradients: list[Tensor] = []
         self._outputs: list[Tensor] = []
         self._replays: dict[int, Callable[[], object]] = {}
-        """By the window's length, all else being as it always is; the one that was used last is the last."""
+        """By the window's length, all else being as it always is."""
 
     def __call__(
         self,
@@ -57,12 +57,11 @@ class Recorded:
                 parameter.grad = gradient
         length = len(inputs_TB)
         fixed = self._copied_in((inputs_TB, targets_TB, state, tuple(masks)), length)
-        replay = self._replays.pop(length, None)
+        replay = self._replays.get(length)
         if replay is None:
-            if len(self._replays) == MOST_GRAPHS:
-                del self._replays[next(iter(self._replays))]
-            replay = self._record(partial(self._compute, losses, *fixed))
-        self._replays[length] = replay
+            replay = partial(self._compute, losses, *fixed)
+            if len(self._replays) < MOST_GRAPHS:  # further lengths are rare
+                replay = self._replays[length] = self._record(replay)
         replay()
         figures, *states = (output.clone() for output in self._outputs)
         return figures, tuple(zip(states[::2], states[1::2], strict=True))
@@ -90,13 +89,18 @@ class Recorded:
 
 
 def cuda_recorder(device: torch.device) -> Recorder:
-    """Its graphs share their memory: one runs at a time, and keeps nothing there."""
+    """Its graphs share their memory: one runs at a time, and keeps nothing there.
+
+    They have a stream to themselves, and go together: what cuBLAS works with is one for all graphs of a
+    stream, and torch takes it from all of them as soon as one of them goes (pytorch, issue 193402).
+    """
     pool = torch.cuda.graph_pool_handle()
+    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
     def record(compute: Callable[[], None]) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):  # streams are those of the current one
-            ours, aside = torch.cuda.current_stream(), _aside(torch.cuda.current_device())
+            ours = torch.cuda.current_stream()
             aside.wait_stream(ours)
             try:
                 with torch.cuda.stream(aside):
@@ -108,13 +112,6 @@ def cuda_recorder(device: torch.device) -> Recorder:
         return graph.replay
 
     return record
-
-
-@cache
-def _aside(device: int) -> torch.cuda.Stream:
-    """One for all that is ever recorded there: cuBLAS keeps megabytes for each stream that it has seen, and
-    graphs have only that memory in common which was theirs on one stream."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _mapped(act: Callable[[Tensor], Tensor], given: Any) -> Any:

@@ -182,6 +182,11 @@ class Training:
         return tuple(self._history)
 
     @property
+    def steps(self) -> int:
+        """Taken so far."""
+        return self._steps
+
+    @property
     def finished(self) -> bool:
         """Whether all epochs are done, or fine-tuning has converged."""
         if len(self._history) >= self._config.epochs:

@@ -22,6 +22,7 @@ from trials.corpora import Corpus, CorpusError
 from trials.evaluation import evaluate
 from trials.files import patiently
 from trials.gpus import VISIBLE, visible_gpus
+from trials.memory import keep_to_share
 from trials.parts import Part, wait_for_part
 from trials.store import CheckpointStore, CorruptCheckpoint
 from trials.verification import GONE, TOLERANCE, TOLERANCE_ELSEWHERE, Check, Verification
@@ -121,6 +122,8 @@ def placed(check: Check) -> tuple[Check, Part | None]:
 def main(store_url: str, data_dir: str, shared: str | None = None) -> None:
     values: dict[str, Any] = json.load(sys.stdin)
     check, part = placed(Check.from_json(values))
+    if part is not None:
+        keep_to_share(check.on, part.share)
     torch.set_num_threads(check.threads)
     found = verify(check, CheckpointStore(store_url), Path(data_dir), Path(shared) if shared else None)
     print(json.dumps(asdict(found)))
