@@ -39,8 +39,10 @@ lint: $(VENV)/.installed-dev
 chaos: $(VENV)/.installed-dev ## N=20 SEED=1: sweeps that something dies of every few seconds, counted; some minutes a round
 	$(BIN)/python -m tests.chaos --rounds $(N) --seed $(SEED)
 
-bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, trials side by side, a sweep's overhead; about an hour
+bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, trials side by side, a sweep's overhead; over an hour
 	$(BIN)/python -m benchmarks.step --configurations small,ptb
+	$(BIN)/python -m benchmarks.step --configurations small --regularizers expectation_linear_both,pi_model,prediction_norm
+	$(BIN)/python -m benchmarks.step --configurations ptb --regularizers fraternal --threads 2
 	$(BIN)/python -m benchmarks.step --configurations medium,wt2 --regularizers fraternal
 	$(BIN)/python -m benchmarks.step --configurations ptb,wt2 --regularizers fraternal --precisions bf16
 	$(BIN)/python -m benchmarks.step --configurations small,ptb,wt2 --validation

@@ -20,8 +20,8 @@ from models.config import Precision
 def tokens_per_s(each: list[Worker]) -> float:
     """Of all of them at once, by the time of the last one."""
     for worker in each:
-        worker.begin("wall")
-    return len(each) / max(worker.answer() for worker in each)
+        worker.begin("time")
+    return len(each) / max(worker.spent().wall_s for worker in each)
 
 
 def row(configuration: str, precision: Precision, threads: int, rounds: int) -> str:
