@@ -48,6 +48,7 @@ bench: $(VENV)/.installed benchmarks/.fastai ## speed and memory of a step, tria
 	$(BIN)/python -m benchmarks.step --configurations small,ptb,wt2 --validation
 	$(BIN)/python -m benchmarks.packing
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.overhead --tokens 700
 
 bench-gpu: $(VENV)/.installed ## on a GPU: single steps and CUDA graphs beside the textbook way, and a whole epoch; minutes
 	$(BIN)/python -m benchmarks.gpu

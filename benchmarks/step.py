@@ -7,9 +7,10 @@
 Each way has a process of its own, which stays; they take a few steps in turn, in an order that changes with
 the round, and medians are shown, with the range of the ratio. Ratios are of CPU-seconds, of steps alone, no
 validation, on random text of the configuration's vocabulary in windows of 70 steps. The textbook way, and
-fastai, are always float32. `shipped` is glibc's allocator as it is; everything else runs with that of a sweep's
-workers. The floor is the matrix products of the same shapes and nothing else. fastai, for the plain model,
-where it is installed (benchmarks/fastai-requirements.txt). A precision that this machine has not is left out.
+fastai, are always float32. `shipped` is glibc's allocator as it is; everything else runs with that of a
+sweep's workers. The floor is the matrix products of the same shapes and nothing else. fastai, for the plain
+model, where it is installed (benchmarks/fastai-requirements.txt). A precision that this machine has not is
+left out.
 
 Validation is of 16,800 tokens: ours exactly as in one column, the textbook's in ten columns, of which all but
 the first begin in the dark, in windows of 70 steps with whole logits.

@@ -28,8 +28,8 @@ def _packs(matrix: Tensor) -> bool:
     return (
         matrix.device.type == "cpu"
         and matrix.dtype in (torch.float32, torch.bfloat16)
-        and (matrix.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and (matrix.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )

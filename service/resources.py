@@ -12,6 +12,8 @@ from trials.spec import Resources, SweepSpec
 
 MOST_THREADS = 2
 """What `auto` gives a trial at most; what more would gain has not been measured."""
+NARROWEST_FOR_THREADS = 128
+"""Width of a layer: models of 64 units gain nothing from a second thread, those of 200 a third."""
 LOOKED_AT = 32
 """Trials of a sweep by whose sizes it is decided how many share a GPU."""
 
@@ -37,7 +39,7 @@ def choose(request: SweepSpec, capacity: Capacity) -> Resources:
 
     On two cores, two trials of one thread do more together than one of two threads, whatever the model's size
     (benchmarks/RESULTS.md, "A machine full of trials"); threads are worth something only to cores that would
-    have no trial.
+    have no trial, and to models that are not narrow.
     """
     trials = request.budget.trials
     if capacity.gpus >= 1:
@@ -49,7 +51,12 @@ def choose(request: SweepSpec, capacity: Capacity) -> Resources:
         together = trials_together(configs, capacity.packings, capacity.gpu_bytes, most)
         return Resources(gpus=share_of_each(together))
     cpus = sum(node.cpus for node in capacity.nodes) or capacity.cpus
-    return Resources(cpus=max(1, min(MOST_THREADS, int(capacity.cpus), int(cpus) // trials)))
+    threads = max(1, min(MOST_THREADS, int(capacity.cpus), int(cpus) // trials))
+    if threads > 1:
+        models = [trial.config.model for trial in plan(_with(request, Resources()), LOOKED_AT)]
+        widest = max(width for model in models for _, width in model.layer_sizes)
+        threads = threads if widest >= NARROWEST_FOR_THREADS else 1
+    return Resources(cpus=threads)
 
 
 def problems_with(spec: SweepSpec, capacity: Capacity) -> list[Problem]:

@@ -149,6 +149,21 @@ def test_products_in_bfloat16_are_off_by_its_rounding_and_no_more(recompute: boo
     assert {tensor.dtype for tensor in half.state()[0].values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("averaging", ["none", "from-start"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", list(REGULARIZATIONS))
+def test_no_step_waits_for_its_device_recorded_or_not(
+    name: str, recompute: bool, averaging: Literal["none", "from-start"]
+) -> None:
+    config = replace(CONFIG, averaging=averaging, recompute=recompute)
+    training = build(config, replace(REGULARIZATIONS[name], alpha=2, beta=1), dtype=torch.float32)
+    take_steps(training, 5)
+    with Operations() as asked:
+        take_steps(training, 6, 5)
+    assert asked.names.total() > 100
+    assert not UNCAPTURED & set(asked.names)
+
+
 def test_what_a_step_returned_is_not_what_the_next_one_writes_to() -> None:
     training = build(recorder=Tracing())
     inputs_TB, targets_TB = training._columns_TB[:7], training._columns_TB[1:8]

@@ -12,8 +12,8 @@ from trials.shares import Node
 from trials.spec import Resources, SweepRequest, SweepSpec
 
 
-def request(trials: int, resources: Any) -> SweepRequest:
-    written = spec(budget={"trials": trials}).model_dump(mode="json")
+def request(trials: int, resources: Any, **changes: Any) -> SweepRequest:
+    written = spec(budget={"trials": trials}, **changes).model_dump(mode="json")
     asked: SweepRequest = TypeAdapter(SweepRequest).validate_python({**written, "resources": resources})
     return asked
 
@@ -41,6 +41,22 @@ def test_auto_gives_a_thread_or_a_gpu_to_each_trial_and_two_threads_where_cores_
     assert type(chosen) is SweepSpec
     assert chosen == spec(budget={"trials": trials}, resources=resources.model_dump())
     assert problems_with(chosen, capacity) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "space", "cpus"),
+    [
+        ({"embedding_size": 64, "hidden_size": 64}, {}, 1),
+        ({"embedding_size": 64, "hidden_size": 200}, {}, 2),
+        ({"embedding_size": 200, "layers": 1}, {}, 2),
+        ({"embedding_size": 64}, {"hidden_size": {"type": "choice", "values": [32, 64]}}, 1),
+    ],
+)
+def test_auto_gives_narrow_models_no_second_thread(
+    model: dict[str, Any], space: dict[str, Any], cpus: int
+) -> None:
+    asked = request(1, "auto", model=model, space=space)
+    assert placed(asked, Capacity(cpus=2, gpus=0)).resources == Resources(cpus=cpus)
 
 
 def test_what_was_asked_for_is_not_changed() -> None:

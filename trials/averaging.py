@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -51,5 +51,5 @@ class RunningMean(Generic[Module]):
     def update(self, module: Module) -> None:
         """Take the module's present parameters into the mean."""
         self.count += 1
-        for mean, iterate in zip(self.module.parameters(), module.parameters(), strict=True):
-            mean.lerp_(iterate, 1 / self.count)
+        means: list[Tensor] = list(self.module.parameters())
+        torch._foreach_lerp_(means, list[Tensor](module.parameters()), 1 / self.count)  # a GPU: at once
