@@ -6,6 +6,9 @@ NARROWEST = 1000
 FEWEST_ROWS = 256
 """Of logits, taken at once in a step: enough for an efficient matrix product, few enough for a cache."""
 
+WIDEST_GRAM = 128
+"""Up to this width of the last layer a penalty without logits is cheaper, even where they are at hand."""
+
 EVALUATION_WINDOW = 256
 """Words whose logits are made at once in evaluation, for the same reasons."""
 

@@ -16,11 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.pieces import FEWEST_ROWS
+from models.pieces import FEWEST_ROWS, WIDEST_GRAM
 from models.products import Product, product_with
-
-WIDEST_GRAM = 128
-"""Up to this H, a penalty by `mean_square_difference` is cheaper even where the logits are at hand."""
 
 Penalty = Literal["none", "difference", "norm"]
 

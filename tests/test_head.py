@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import regularizers.head
-from regularizers.head import FEWEST_ROWS, WIDEST_GRAM, HeadLosses, head_losses, mean_square_difference
+from models.pieces import FEWEST_ROWS, WIDEST_GRAM
+from regularizers.head import HeadLosses, head_losses, mean_square_difference
 from regularizers.table import REGULARIZERS
 from tests.reference import reference_objective
 

@@ -38,7 +38,7 @@ from trials.memory import (
 )
 from trials.recorded import Recorded
 from trials.spec import TrainingConfig, TrialConfig
-from trials.training import Training
+from trials.training import Training, _window
 
 MEASURE = """
 import json, re, sys
@@ -267,11 +267,8 @@ def test_graphs_tensors_lie_below_the_estimate(
     begun: list[Training] = []
 
     def step() -> None:
-        one, (tokens_TB, zero) = (
-            begun[0],
-            (begun[0]._columns_TB, begun[0].model.zero_state(config.batch_size)),
-        )
-        one._step(tokens_TB[:window], tokens_TB[1:], zero, 1.0)
+        one, zero = begun[0], begun[0].model.zero_state(config.batch_size)
+        one._step(*_window(one._columns_TB, 0, window), zero, 1.0)
 
     def begin() -> None:
         begun.append(Training(of.model, config, of.regularization, size, text, text[:2], 1))

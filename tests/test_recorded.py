@@ -38,7 +38,7 @@ from tests.test_training import (
 from trials.memory import KERNELS_A_STEP, KERNELS_BESIDE
 from trials.recorded import Recorded
 from trials.spec import TrainingConfig
-from trials.training import Training
+from trials.training import Training, _window
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +166,7 @@ def test_no_step_waits_for_its_device_recorded_or_not(
 
 def test_what_a_step_returned_is_not_what_the_next_one_writes_to() -> None:
     training = build(recorder=Tracing())
-    inputs_TB, targets_TB = training._columns_TB[:7], training._columns_TB[1:8]
+    inputs_TB, targets_TB = _window(training._columns_TB, 0, 7)
     zero = training.model.zero_state(CONFIG.batch_size)
     measured, state = training._step(inputs_TB, targets_TB, zero, 1.0)
     before = [each.clone() for each in (measured, *state[0], *state[1])]
@@ -177,9 +177,9 @@ def test_what_a_step_returned_is_not_what_the_next_one_writes_to() -> None:
 
 
 def take_steps(training: Training, *lengths: int) -> None:
-    zero, columns_TB = training.model.zero_state(CONFIG.batch_size), training._columns_TB
+    zero = training.model.zero_state(CONFIG.batch_size)
     for length in lengths:
-        training._step(columns_TB[:length], columns_TB[1 : length + 1], zero, 1.0)
+        training._step(*_window(training._columns_TB, 0, length), zero, 1.0)
 
 
 def test_windows_of_all_lengths_share_what_they_are_given() -> None:

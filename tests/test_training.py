@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -247,6 +248,19 @@ def test_what_is_not_given_is_the_papers() -> None:
     )  # fmt: skip
     assert replace(TrainingConfig(), epochs=paper.epochs) == paper
     assert AWDLSTMConfig() == AWDLSTMConfig(400, 1150, 3, True, True, 0.1, 0.4, 0.25, 0.4, 0.5)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
+def test_the_text_is_trained_on_where_it_lies(dtype: type, tmp_path: Path) -> None:
+    """As the workers of a machine have it mapped, which may be all of it that there is room for."""
+    np.save(tmp_path / "ids.npy", TRAIN.astype(dtype))
+    mapped = np.load(tmp_path / "ids.npy", mmap_mode="r")
+    config = replace(CONFIG, epochs=2)
+    training, other = (
+        Training(MODEL, config, Regularization("fraternal"), V, ids, VALID, 1) for ids in (mapped, TRAIN)
+    )
+    assert training._columns_TB.data_ptr() == mapped.ctypes.data
+    assert untimed(tuple(training.epochs())) == untimed(tuple(other.epochs()))
 
 
 # --- windows

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from models.pieces import EVALUATION_WINDOW, FEWEST_ROWS, MOST_LOGITS, NARROWEST
+from models.pieces import EVALUATION_WINDOW, FEWEST_ROWS, MOST_LOGITS, NARROWEST, WIDEST_GRAM
 from trials.spec import TrialConfig
 
 HEADROOM = 1.15
@@ -80,7 +80,7 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int, device: str = "cpu") -
     rows = min(tokens, max(FEWEST_ROWS, last))
     embedding = passes * model.embedding_size
     # The decoder laid out for either product, its gradient, and that scaled.
-    head = vocabulary_size * ((passes + 1) * rows + 4 * last + embedding)
+    head = vocabulary_size * (_chunks(config) * rows + 4 * last + embedding)
     step = passes * (activations + masked_weights) + made_again + head
     if on_gpu and not training.cuda_graphs:
         # cuDNN has a layer's weights in one piece, for each pass, and their gradients in another.
@@ -97,6 +97,16 @@ def peak_bytes(config: TrialConfig, vocabulary_size: int, device: str = "cpu") -
     # A step leaves holes, but none that an evaluation's logits would be sure to find.
     floats = 2 * parameters + averages + evaluation + max(step, save)
     return int(HEADROOM * (LIBRARIES + FLOAT * floats))
+
+
+def _chunks(config: TrialConfig) -> int:
+    """As large as the logits of a piece of a window, at once: of each pass that has a target, what of them is
+    penalised, and what is of another precision."""
+    declaration, (*_, (_, last)) = config.regularization.declaration, config.model.layer_sizes
+    targets = 2 if declaration.target == "mean" else 1
+    by_gram = declaration.penalty == "difference" and (targets == 1 or last <= WIDEST_GRAM)
+    penalised = declaration.penalty != "none" and not by_gram
+    return targets + penalised + (config.training.precision == "bf16")
 
 
 def graphs_bytes(config: TrialConfig) -> int:

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,7 +162,7 @@ class Training:
         require_precision(training_config.precision, self._device)
         self._product_dtype = product_dtype(training_config.precision)
         self._valid_ids = valid_ids
-        self._columns_TB = _columns(as_tokens(train_ids, self._device), training_config.batch_size)
+        self._columns_TB = _columns(train_ids, training_config.batch_size).to(self._device)
         generator = torch.Generator().manual_seed(key(seed, INITIAL_WEIGHTS))
         self.model = AWDLSTM(model_config, vocabulary_size, generator).to(self._device)
         if weights is not None:
@@ -436,21 +437,24 @@ def descend(model: nn.Module, lr: float, weight_decay: float) -> None:
     )
 
 
-def _columns(tokens: Tensor, batch_size: int) -> Tensor:
-    """The stream cut into `batch_size` columns (T, B); the rest is dropped."""
-    rows = len(tokens) // batch_size
+def _columns(ids: Ids, batch_size: int) -> Tensor:
+    """The stream cut into `batch_size` columns (T, B) where it lies, since others have it mapped, too."""
+    rows = len(ids) // batch_size
     if rows < 2:
         raise ValueError(
-            f"a training split of {len(tokens)} tokens is too short for batch_size {batch_size}: each column "
+            f"a training split of {len(ids)} tokens is too short for batch_size {batch_size}: each column "
             "needs at least 2 tokens; lower batch_size or give a longer text"
         )
-    return tokens[: rows * batch_size].view(batch_size, rows).t().contiguous()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
+        tokens = torch.from_numpy(ids[: rows * batch_size])
+    return tokens.view(batch_size, rows).t()
 
 
-def _window(tokens_TB: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
+def _window(columns_TB: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
     """The inputs and the targets of at most `length` time steps."""
-    targets_TB = tokens_TB[start + 1 : start + 1 + length]
-    return tokens_TB[start : start + len(targets_TB)], targets_TB
+    some_TB = columns_TB[start : start + length + 1].to(torch.int64, memory_format=torch.contiguous_format)
+    return some_TB[:-1], some_TB[1:]
 
 
 def _copied(module: nn.Module) -> dict[str, Tensor]:
