@@ -17,6 +17,7 @@ def product_with(matrix_NK: Tensor, bias_N: Tensor | None = None, rows: int = 12
     """
     if _packs(matrix_NK):
         packed = torch.ops.mkldnn._reorder_linear_weight(matrix_NK.contiguous(), rows)
+        bias_N = None if bias_N is None else bias_N.contiguous()  # of which it would ignore the stride
         return lambda x_MK: torch.ops.mkldnn._linear_pointwise(x_MK, packed, bias_N, "none", [], "")
     matrix_KN = matrix_NK.t().contiguous()  # on a CPU 1.3 x faster than a transposed view
     if bias_N is None:

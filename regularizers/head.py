@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from models.pieces import FEWEST_ROWS, WIDEST_GRAM
 from models.products import Product, product_with
+
+FEW_ROWS = 32
+"""Of logits that are made a second time, beside those that are there."""
 
 Penalty = Literal["none", "difference", "norm"]
 
@@ -118,8 +120,9 @@ def _summed_by_chunks(
             combined_nV = torch.sub(logits[0], logits[1] if penalty == "difference" else 0)
             squares.add_(torch.dot(combined_nV.view(-1), combined_nV.view(-1)))
         for i, (logits_nV, sign) in enumerate(zip(logits, SIGNS[penalty], strict=False)):
-            again = partial(to_logits, cast_hidden[i][chunk])
-            cross_entropies[i] += _cross_entropy_leaving_probabilities(logits_nV, targets_n1, again)
+            cross_entropies[i] += _cross_entropy_leaving_probabilities(
+                logits_nV, targets_n1, to_logits, cast_hidden[i][chunk]
+            )
             if gradients:
                 d_logits_nV = logits_nV.scatter_add_(1, targets_n1, logits_nV.new_full(targets_n1.shape, -1))
                 if sign:
@@ -150,19 +153,24 @@ def _product(matrix_NK: Tensor, dtype: torch.dtype | None, bias_N: Tensor | None
 
 
 def _cross_entropy_leaving_probabilities(
-    logits_nV: Tensor, targets_n1: Tensor, again: Callable[[], Tensor]
+    logits_nV: Tensor, targets_n1: Tensor, to_logits: Product, hidden_nH: Tensor
 ) -> Tensor:
-    """The sum of -log p[target]; leaves p = softmax(logits) in place of the logits, which `again` makes."""
-    if not _may_look(logits_nV):
-        target_n, largest_n = logits_nV.gather(1, targets_n1).squeeze(1), logits_nV.amax(1)
-        torch.softmax(logits_nV, 1, out=logits_nV)
-        # log of the largest p, and not of p[target], which may be too small for a float.
-        return (largest_n - logits_nV.amax(1).log() - target_n).sum()
+    """The sum of -log p[target]; leaves p = softmax(logits) in place of the logits, those of `hidden_nH`."""
+    may_look = _may_look(logits_nV)
+    above_n = None if may_look else _largest_above_target(logits_nV, targets_n1)
     torch.softmax(logits_nV, 1, out=logits_nV)
-    p_n1, limits = logits_nV.gather(1, targets_n1), torch.finfo(logits_nV.dtype)
-    if p_n1.min() > limits.tiny / limits.eps:
-        return -p_n1.log().sum()
-    return F.cross_entropy(again(), targets_n1.squeeze(1), reduction="sum")
+    if may_look:
+        p_n1, limits = logits_nV.gather(1, targets_n1), torch.finfo(logits_nV.dtype)
+        if p_n1.min() > limits.tiny / limits.eps:
+            return -p_n1.log().sum()
+    if above_n is None:  # too small for a float: the logits once more, a few at a time
+        few = zip(torch.split(hidden_nH, FEW_ROWS), torch.split(targets_n1, FEW_ROWS), strict=True)
+        above_n = torch.cat([_largest_above_target(to_logits(some_nH), some_n1) for some_nH, some_n1 in few])
+    return (above_n - logits_nV.amax(1).log()).sum()
+
+
+def _largest_above_target(logits_nV: Tensor, targets_n1: Tensor) -> Tensor:
+    return logits_nV.amax(1) - logits_nV.gather(1, targets_n1).squeeze(1)
 
 
 def _may_look(x: Tensor) -> bool:

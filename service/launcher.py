@@ -65,7 +65,7 @@ DRIVER_ENVIRONMENT = {
     "RAY_worker_niceness": "15",  # Ray's own default, said here since a probe has to be as modest
     "OMP_NUM_THREADS": "1",  # two OpenMP threads that meet on a core cost up to ten times
     # glibc gives logits-sized buffers back to the kernel after every step and faults them in again: half the
-    # time of a small model whose logits are made all at once, and of an evaluation's.
+    # time of a small model whose logits are made all at once. Ours are not, and gain little.
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "MALLOC_TOP_PAD_": str(2**26),

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regularizers.head
 from models.pieces import FEWEST_ROWS, WIDEST_GRAM
-from regularizers.head import HeadLosses, head_losses, mean_square_difference
+from regularizers.head import FEW_ROWS, HeadLosses, head_losses, mean_square_difference
 from regularizers.table import REGULARIZERS
 from tests.reference import reference_objective
 
@@ -197,6 +197,22 @@ def test_no_more_logits_exist_at_once_than_those_of_one_chunk(name: str, width: 
     with RowsAlive(409) as alive:
         case.gradients(case.whole(name))
     assert alive.most >= 1000
+
+
+def test_logits_are_made_again_for_improbable_targets_a_few_at_a_time() -> None:
+    case = Case(tokens=1000, width=H, size=409)
+    _, _, decoder_VH, bias_V = case.inputs
+    with torch.no_grad():
+        bias_V[: 409 // 2] += 1000
+    with RowsAlive(409) as alive:
+        total = case.head("none").total
+        case.gradients(total)
+    assert alive.most <= FEWEST_ROWS + FEW_ROWS + H
+    assert_close_in_norm(
+        total,
+        torch.nn.functional.cross_entropy(case.inputs[0] @ decoder_VH.t() + bias_V, case.targets_N),
+        1e-12,
+    )
 
 
 @LOOKING

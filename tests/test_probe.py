@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,51 @@ def test_a_probe_that_is_called_off_is_ended(
 
     asyncio.run(call_off())
     wait_until(lambda: not marked(mark))
+
+
+class Device:
+    """Takes so long for a step, on a clock of its own, and longer where each is waited for. A GPU is asked
+    for a step in no time, so that as many are asked for at once as training ever does."""
+
+    def __init__(self, step_s: float, wait_s: float, windows: int) -> None:
+        self.step_s, self.wait_s, self.windows = step_s, wait_s, windows
+        self.now_s, self.steps = 0.0, 0
+
+    def run(self, pause_every_s: float) -> Iterator[None]:
+        while True:
+            paused_s = self.now_s
+            while True:
+                some = min(50 if pause_every_s else 1, self.windows - self.steps)
+                self.steps += some
+                self.now_s += some * self.step_s + self.wait_s
+                assert self.steps < self.windows, "the epoch has ended, and its validation is timed as steps"
+                if self.now_s - paused_s >= pause_every_s:
+                    break
+            yield
+
+    def seconds(self, act: Callable[[], Any]) -> float:
+        began_s = self.now_s
+        act()
+        return self.now_s - began_s
+
+
+@pytest.mark.parametrize("batch_size", [20, 400, 4000])
+@pytest.mark.parametrize("step_s", [0.0005, 0.002, 0.02, 1.0])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpus_quick_steps_are_not_each_waited_for_and_a_turn_is_short(
+    device: str, step_s: float, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = trials.probe._Rest(0.0, 0.0, 0.0)
+    config = TrialConfig(TINY, TrainingConfig(batch_size=batch_size), Regularization("none"))
+    point = trials.probe._Point(config, None, device, {TINY: rest})  # type: ignore[arg-type]
+    training = Device(step_s, 0.1 * step_s, point._windows)
+    monkeypatch.setattr(point, "_training", lambda: training)
+    monkeypatch.setattr(trials.probe, "_seconds", training.seconds)
+    point.take(None)  # type: ignore[arg-type]
+    (found,) = point.measured.step_s
+    at_once = device == "cuda" and step_s < 0.008 and batch_size == 20  # else the text has too few windows
+    assert found == pytest.approx(step_s * (1.002 if at_once else 1.1))
+    assert training.now_s <= 3 * 1.1 * step_s + trials.probe.TURN_S + trials.probe.AT_ONCE_S + 50 * 0.002
 
 
 def test_a_share_is_what_the_kernel_tells(tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ AT_MOST_S = 20.0
 """Of measuring: no point is begun after it."""
 TURN_S = 0.4
 """Of a point, at least one step."""
-AT_ONCE_S = {"cpu": 0.0, "cuda": 0.05}
-"""Of steps between two looks at the clock. Each waits for the device; a GPU is else asked for the next step
-while it computes."""
+QUICK_S, AT_ONCE_S, MOST_AT_ONCE = 0.008, 0.05, 150
+"""A GPU is asked for a step while it takes the one before, and each pause waits for it: steps so quick
+are timed for so long at once, which is no more than so many of them."""
 LONGEST_START_S = 90.0
 """For all processes to have loaded what they need."""
 ORPHAN_S = 0.25
@@ -270,13 +270,14 @@ class _Point:
     def take(self, store: CheckpointStore) -> None:
         """A turn: a step to warm up, then as many as there is time for; the first time, all else, too."""
         training = self._training()
-        pauses = training.run(AT_ONCE_S[self._device])  # none after the last step of its text
+        pauses, at_once = training.run(0), 1  # a pause after every step, but for the last of its text
         next(pauses)
-        began, at_once, took_s = training.steps, 1, 0.0
-        while not took_s or (took_s < TURN_S and training.steps + 2 * at_once < self._windows - 1):
-            before = training.steps
+        began, took_s = training.steps, _seconds(lambda: next(pauses))
+        if self._device != "cpu" and took_s < QUICK_S and self._windows > 2 * MOST_AT_ONCE:
+            pauses, at_once = training.run(AT_ONCE_S), MOST_AT_ONCE
+            began, took_s = training.steps, 0.0
+        while took_s < TURN_S and training.steps + at_once < self._windows - 1:
             took_s += _seconds(lambda: next(pauses))
-            at_once = training.steps - before
         if (model := self.config.model) not in self._rests:
             self._rests[model] = self._measured_rest(training, store)
         self.measured.rest = self._rests[model]

@@ -94,7 +94,7 @@ class TrainingConfig:
     `bf16` there and on CPUs with AVX-512 BF16 or AMX. Weights, losses and evaluation are float32 in each."""
     recompute: bool = False
     """Compute each layer once more for its gradient in place of keeping what that needs: the same numbers
-    in more time, and in less memory where layers are wide."""
+    in more time, and in less memory where both passes are kept and layers are wide."""
     cuda_graphs: bool = False
     """On a GPU, carry out each step as a CUDA graph, recorded once for each length of a window, with both
     passes side by side: the same numbers but for rounding. On a CPU it changes nothing."""

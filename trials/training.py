@@ -453,7 +453,7 @@ def _columns(ids: Ids, batch_size: int) -> Tensor:
 
 def _window(columns_TB: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
     """The inputs and the targets of at most `length` time steps."""
-    some_TB = columns_TB[start : start + length + 1].to(torch.int64, memory_format=torch.contiguous_format)
+    some_TB = columns_TB[start : start + length + 1].to(torch.int64).contiguous()
     return some_TB[:-1], some_TB[1:]
 
 
