@@ -109,7 +109,7 @@ def test_a_gpus_memory_is_not_the_machines() -> None:
 def test_a_trial_has_room_in_its_part_of_a_gpu_beside_what_cuda_takes(searched: dict[str, Any]) -> None:
     asked = spec(space=searched, resources={"gpus": 0.25}, model={"hidden_size": 1150})
     needed = max(bytes_on("cuda", trial.config, 10_000) for trial in plan(asked))
-    assert needed - GPU_CONTEXT == max(peak_bytes(trial.config, 10_000) for trial in plan(asked))
+    assert needed - GPU_CONTEXT == max(peak_bytes(trial.config, 10_000, "cuda") for trial in plan(asked))
     fits = replace(machine(gib=0.1, cpus=16, gpus=1), gpu_bytes=4.0 * needed)
     assert certain(asked, fits, types=10_000) == []
     (problem,) = certain(asked, replace(fits, gpu_bytes=4.0 * needed - 4), types=10_000)
