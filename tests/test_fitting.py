@@ -113,7 +113,7 @@ def test_a_trial_has_room_in_its_part_of_a_gpu_beside_what_cuda_takes(searched: 
     fits = replace(machine(gib=0.1, cpus=16, gpus=1), gpu_bytes=4.0 * needed)
     assert certain(asked, fits, types=10_000) == []
     (problem,) = certain(asked, replace(fits, gpu_bytes=4.0 * needed - 4), types=10_000)
-    assert (problem.code, problem.pointer) == ("too_little_memory", "/model/hidden_size")
+    assert (problem.code, problem.pointer) == ("too_little_memory", "/training/batch_size")
     assert "for a share of 0.25 of the smallest GPU here: lower batch_size" in problem.message
     assert problem.message.endswith("or raise resources.gpus")
 
