@@ -10,18 +10,17 @@ N predicted tokens, V vocabulary, H width of the hidden vectors; n <= N rows tak
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.pieces import FEWEST_ROWS, WIDEST_GRAM
+from models.pieces import FEWEST_ROWS
 from models.products import Product, product_with
+from regularizers.table import Penalty, Target, penalises_logits
 
 FEW_ROWS = 32
 """Of logits that are made a second time, beside those that are there."""
-
-Penalty = Literal["none", "difference", "norm"]
 
 SIGNS: dict[Penalty, tuple[int, int]] = {"none": (0, 0), "difference": (1, -1), "norm": (1, 0)}
 """A penalty is the mean square of this combination of the logits of the two passes."""
@@ -48,7 +47,7 @@ def head_losses(
     bias_V: Tensor,
     targets_N: Tensor,
     *,
-    target: Literal["first", "mean"],
+    target: Target,
     penalty: Penalty,
     kappa: float,
     second_gradient: bool = True,
@@ -61,7 +60,7 @@ def head_losses(
     one is given; those of a penalty without logits are not.
     """
     targeted = hidden if target == "mean" else hidden[:1]
-    if penalty == "difference" and (len(targeted) == 1 or decoder_VH.shape[1] <= WIDEST_GRAM):
+    if penalty != "none" and not penalises_logits(target, penalty, decoder_VH.shape[1]):
         losses = head_losses(
             targeted, decoder_VH, bias_V, targets_N, target=target, penalty="none", kappa=0, dtype=dtype
         )

@@ -6,6 +6,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from models.pieces import WIDEST_GRAM
+
+Target = Literal["first", "mean"]
+Penalty = Literal["none", "difference", "norm"]
+
 
 class UnknownRegularizer(ValueError):
     """No regularizer has this name."""
@@ -19,9 +24,9 @@ class Regularizer:
     second_pass: Literal["none", "new_masks", "no_dropout"]
     second_gradient: bool
     """Whether gradient flows through the second pass."""
-    target: Literal["first", "mean"]
+    target: Target
     """Cross-entropy of the first pass, or the mean of both passes'."""
-    penalty: Literal["none", "difference", "norm"]
+    penalty: Penalty
     """Nothing, mean((l1 - l2)**2) or mean(l1**2), over T, B and V."""
     default_kappa: float
     """Factor of the penalty where none is given."""
@@ -46,6 +51,12 @@ _ROWS = (
 )
 
 REGULARIZERS: dict[str, Regularizer] = {row.name: row for row in _ROWS}
+
+
+def penalises_logits(target: Target, penalty: Penalty, width: int) -> bool:
+    """Whether there is a penalty that is made from logits, in a last layer of that width: a difference is not
+    where only one pass has its logits made, nor where that layer is narrow."""
+    return penalty == "norm" or (penalty == "difference" and target == "mean" and width > WIDEST_GRAM)
 
 
 def get_regularizer(name: str) -> Regularizer:

@@ -8,14 +8,14 @@ from service.launcher import Capacity
 from service.packing import share_of_each, trials_together
 from trials.plan import plan
 from trials.shares import Node, matches, room_on
-from trials.spec import Resources, SweepSpec
+from trials.spec import Resources, SweepSpec, TrialConfig
 
 MOST_THREADS = 2
 """What `auto` gives a trial at most; what more would gain has not been measured."""
 NARROWEST_FOR_THREADS = 128
 """Width of a layer: models of 64 units gain nothing from a second thread, those of 200 a third."""
 LOOKED_AT = 32
-"""Trials of a sweep by whose sizes it is decided how many share a GPU."""
+"""Trials of a sweep by whose sizes it is decided how many share a GPU, or whether a thread more is of use."""
 
 
 def placed(request: SweepSpec, capacity: Capacity) -> SweepSpec:
@@ -47,16 +47,19 @@ def choose(request: SweepSpec, capacity: Capacity) -> Resources:
             return Resources(gpus=1)
         # Each has a thread that tells the GPU what to do; who would find none beside it gets a larger part.
         most = min(int(capacity.cpus / capacity.gpus), math.ceil(trials / capacity.gpus))
-        configs = [trial.config for trial in plan(_with(request, Resources(gpus=1)), LOOKED_AT)]
-        together = trials_together(configs, capacity.packings, capacity.gpu_bytes, most)
+        together = trials_together(_some_configs(request), capacity.packings, capacity.gpu_bytes, most)
         return Resources(gpus=share_of_each(together))
     cpus = sum(node.cpus for node in capacity.nodes) or capacity.cpus
     threads = max(1, min(MOST_THREADS, int(capacity.cpus), int(cpus) // trials))
     if threads > 1:
-        models = [trial.config.model for trial in plan(_with(request, Resources()), LOOKED_AT)]
-        widest = max(width for model in models for _, width in model.layer_sizes)
+        widest = max(width for config in _some_configs(request) for _, width in config.model.layer_sizes)
         threads = threads if widest >= NARROWEST_FOR_THREADS else 1
     return Resources(cpus=threads)
+
+
+def _some_configs(request: SweepSpec) -> list[TrialConfig]:
+    """Of its first trials, which do not depend on what they get."""
+    return [trial.config for trial in plan(_with(request, Resources()), LOOKED_AT)]
 
 
 def problems_with(spec: SweepSpec, capacity: Capacity) -> list[Problem]:

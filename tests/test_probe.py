@@ -209,6 +209,7 @@ def test_a_gpus_quick_steps_are_not_each_waited_for_and_a_turn_is_short(
 ) -> None:
     rest = trials.probe._Rest(0.0, 0.0, 0.0)
     config = TrialConfig(TINY, TrainingConfig(batch_size=batch_size), Regularization("none"))
+    # Its text is for a training that the device stands in for, the store for a rest that is known.
     point = trials.probe._Point(config, None, device, {TINY: rest})  # type: ignore[arg-type]
     training = Device(step_s, 0.1 * step_s, point._windows)
     monkeypatch.setattr(point, "_training", lambda: training)

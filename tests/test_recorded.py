@@ -152,7 +152,7 @@ def test_products_in_bfloat16_are_off_by_its_rounding_and_no_more(recompute: boo
 @pytest.mark.parametrize("averaging", ["none", "from-start"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", list(REGULARIZATIONS))
-def test_no_step_waits_for_its_device_recorded_or_not(
+def test_no_step_waits_for_its_device(
     name: str, recompute: bool, averaging: Literal["none", "from-start"]
 ) -> None:
     config = replace(CONFIG, averaging=averaging, recompute=recompute)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import models.lstm
 import regularizers.head
+import regularizers.table
 from models.awd_lstm import AWDLSTM, Pass, State
 from models.config import AWDLSTMConfig
 from models.masks import Masks
@@ -110,7 +111,7 @@ def test_a_penalty_made_from_logits_whatever_the_width_does_too(
     name: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As that of Fraternal Dropout is for all but narrow models; and with logits in several pieces."""
-    monkeypatch.setattr(regularizers.head, "WIDEST_GRAM", 0)
+    monkeypatch.setattr(regularizers.table, "WIDEST_GRAM", 0)
     monkeypatch.setattr(regularizers.head, "FEWEST_ROWS", 4)
     assert_equal_to_the_reference(name, shape, 2, 1, "cpu")
 

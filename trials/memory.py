@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from models.pieces import EVALUATION_WINDOW, FEWEST_ROWS, MOST_LOGITS, NARROWEST, WIDEST_GRAM
+from models.pieces import EVALUATION_WINDOW, FEWEST_ROWS, MOST_LOGITS, NARROWEST
+from regularizers.table import penalises_logits
 from trials.spec import TrialConfig
 
 HEADROOM = 1.15
@@ -104,8 +105,7 @@ def _chunks(config: TrialConfig) -> int:
     penalised, and what is of another precision."""
     declaration, (*_, (_, last)) = config.regularization.declaration, config.model.layer_sizes
     targets = 2 if declaration.target == "mean" else 1
-    by_gram = declaration.penalty == "difference" and (targets == 1 or last <= WIDEST_GRAM)
-    penalised = declaration.penalty != "none" and not by_gram
+    penalised = penalises_logits(declaration.target, declaration.penalty, last)
     return targets + penalised + (config.training.precision == "bf16")
 
 
